@@ -1,0 +1,407 @@
+"""Behaviour cloning from an expert: gives a cold policy its first successes, so that reinforcement learning can start.
+
+    min_theta  -mean log pi_theta(a_t | o_1:t)     over every token of the expert's answers
+
+The expert plays training tasks, and with probability --noise it takes a random action instead: the demonstrations visit
+states off the best path, and the clone is left with something to learn. Without --model the policy is made from
+nothing: a byte-level BPE tokenizer trained on the demonstrations, with a ChatML template, and a small Qwen3. Training
+stops when the success on held-out training tasks reaches --target; the evaluation panel is looked at once, at the end.
+
+    python warm_start.py --out models/tiny-sokoban                          # made the model that ships with the scripts
+    python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm --learning-rate 1e-5
+"""
+
+import os
+import random
+import sys
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal, NamedTuple
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside another busy process, spinning threads cost tenfold
+
+import torch
+import tyro
+from peft import PeftModel
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import envs.sokoban
+
+# tags, phrases, digits and pieces of three grid cells: the units inside which byte pairs are merged
+UNITS = r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|[#_A-Z*]{1,3}\n?| ?[0-9]| ?[A-Z]|\s+|[^\s\w]+|."
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELD_OUT = 256  # the last training tasks: never demonstrated, they tell when to stop
+
+
+@dataclass
+class Args:
+    environment: Literal["sokoban"] = "sokoban"  # whose expert is cloned
+    model: str = ""  # the policy to start from, a directory in Hugging Face format or a hub name; empty: from nothing
+    out: str = "models/new"  # where the policy goes
+    target: float = 0.35  # stop at this success on held-out tasks, at --eval-temperature
+    max_updates: int = 4000  # give up after so many
+    demonstrations: int = 5000  # episodes of the expert
+    noise: float = 0.3  # probability of a random action in a demonstration
+    batch_size: int = 64  # episodes per update
+    learning_rate: float = 3e-3  # of AdamW, constant; 1e-5 suits a pretrained model
+    eval_every: int = 5  # updates from one look at the held-out tasks to the next
+    eval_temperature: float = 0.4  # of sampling in evaluation
+    vocabulary: int = 640  # of a new tokenizer
+    hidden: int = 64  # width of a new model
+    layers: int = 3  # of a new model
+    heads: int = 2  # query heads of a new model, one key-value head, 32 wide
+    max_steps: int = 15  # longest episode [steps]
+    max_action_tokens: int = 16  # longest answer [tokens]
+    max_context_tokens: int = 1024  # longest sequence [tokens], and the positions of a new model
+    micro_batch_tokens: int = 8192  # most tokens in one forward and backward pass
+    history: int = 0  # turns of the past that a step sees; 0: all
+    temperature: float = 1.0  # of the log-probabilities
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products
+    seed: int = 1  # of demonstrations, initialisation and order
+
+
+# === block: data ===
+@dataclass
+class Step:
+    observation: str  # the environment's words before the action
+    action: str  # the whole response
+    valid: bool
+    reward: float  # the environment's own step reward
+    progress: float  # the ground truth where the world knows it: by how much the distance to the goal shrank
+    anchor: Hashable  # the state after the action
+    engine_logprobs: list[float]  # one per sampled token, as the engine saw them
+
+
+@dataclass
+class Trajectory:
+    """An episode as tokens: the ids that the engine saw and sampled, never decoded and tokenised again."""
+
+    task: int  # trajectories of one task form a group
+    token_ids: list[int]  # [T] prompt, action, observation, action, ...
+    step_ids: list[int]  # [T] the step whose action a token belongs to; -1 where it is the environment's word
+    outcome: float  # r_o
+    steps: list[Step]
+    starts: list[int] = field(default_factory=lambda: [0])  # where sequences start in token_ids; --history: one a step
+    success: bool = False
+    score: float = 0.0
+    truncated: bool = False  # ended by --max-context-tokens
+
+
+class Batch(NamedTuple):
+    """Trajectories as flat tensors: N trajectories, S steps, K action tokens, and the sequences that carry them."""
+
+    sequences: list  # of (ids [T], step of each token [T] or -1, places of its action tokens among the K)
+    group: torch.Tensor  # [N]
+    outcomes: torch.Tensor  # [N]
+    step_traj: torch.Tensor  # [S]
+    token_step: torch.Tensor  # [K]
+
+
+def flatten(trajectories: list[Trajectory]) -> Batch:
+    """Number groups, trajectories, steps and action tokens through the batch; what belongs together are neighbours."""
+    groups = {task: number for number, task in enumerate(dict.fromkeys(t.task for t in trajectories))}
+    sequences, step_traj, token_step = [], [], []
+    for number, t in enumerate(trajectories):
+        for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
+            steps = [step + len(step_traj) if step >= 0 else -1 for step in t.step_ids[start:end]]
+            actions = [step for step in steps if step >= 0]
+            places = torch.arange(len(token_step), len(token_step) + len(actions))
+            sequences.append((torch.tensor(t.token_ids[start:end]), torch.tensor(steps), places))
+            token_step += actions
+        step_traj += [number] * len(t.steps)
+    group, outcomes = [groups[t.task] for t in trajectories], [float(t.outcome) for t in trajectories]
+    return Batch(sequences, *map(torch.tensor, (group, outcomes, step_traj, token_step)))
+
+
+def micro_batches(batch: Batch, budget: int, members: list[int] | None = None) -> list:
+    """[(sequences, places of their action tokens among the K)]: sequences of similar length, at most `budget` tokens
+    with their padding (or one sequence). members: which of the batch's sequences; None: all."""
+    groups, order = [], sorted(members or range(len(batch.sequences)), key=lambda i: -len(batch.sequences[i][0]))
+    for i in order:
+        if not groups or len(groups[-1][0][0]) * (len(groups[-1]) + 1) > budget:
+            groups.append([])
+        groups[-1].append(batch.sequences[i])
+    return [(group, torch.cat([places for _, _, places in group])) for group in groups]
+
+
+def plain(model):
+    """The transformers model itself, with its adapters' layers inside if it has any."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def action_logprobs(model, sequences: list, args) -> torch.Tensor:
+    """Log-probabilities [k] of the action tokens of sequences [(ids, steps, ...), ...] at the sampling temperature.
+    Padding is on the right, where causal attention never looks: no mask. The head runs only where an action token is
+    predicted, never on [T, vocabulary]; its softmax is float32."""
+    causal, device, pad = plain(model), model.device, torch.nn.utils.rnn.pad_sequence
+    ids = pad([s[0] for s in sequences], batch_first=True).to(device)  # [B, T]
+    steps = pad([s[1] for s in sequences], batch_first=True, padding_value=-1).to(device)  # [B, T]
+    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
+        predicts = steps[:, 1:] >= 0  # [B, T-1] position t predicts token t+1
+        logits = causal.get_output_embeddings()(hidden[:, :-1][predicts])  # [k, vocabulary]
+    logprobs = (logits.float() / args.temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[:, 1:][predicts][:, None])[:, 0]
+
+
+@torch.no_grad()
+def score_tokens(model, batch: Batch, args, label: str) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time."""
+    logprobs = torch.zeros(len(batch.token_step))
+    for sequences, places in tqdm(micro_batches(batch, args.micro_batch_tokens), label, leave=False, disable=None):
+        logprobs[places] = action_logprobs(model, sequences, args).cpu()
+    return logprobs
+    # === end block ===
+
+
+# === block: rollout ===
+class HfEngine:
+    """transformers' generate on the trainer's own model, for machines without vLLM; each context is encoded again."""
+
+    def __init__(self, path: str, stop_ids: list[int], args):
+        self.stop_ids, self.args = stop_ids, args
+
+    @torch.no_grad()
+    def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
+        samples, device, limit = [], self.model.device, self.args.max_action_tokens
+        config = GenerationConfig(max_new_tokens=limit, eos_token_id=self.stop_ids, pad_token_id=0, output_scores=True)
+        config.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0, return_dict_in_generate=True)
+        for part in (contexts[i : i + 64] for i in range(0, len(contexts), 64)):  # bounds the scores kept: [64, new, V]
+            width = max(map(len, part))
+            ids = torch.tensor([[0] * (width - len(c)) + c for c in part], device=device)
+            mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in part], device=device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.args.dtype == "bfloat16"):
+                out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            sampled = out.sequences[:, width:]  # [B, new]
+            logprobs = torch.stack(out.scores, 1).float().log_softmax(-1).gather(2, sampled[..., None])[..., 0]
+            for row, row_logprobs in zip(sampled.tolist(), logprobs.tolist()):
+                end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
+                samples.append((row[:end], row_logprobs[:end]))
+        return samples
+
+    def load(self, model) -> None:
+        """The trainer's own model, without its own top-p, top-k or penalties: they would bend the policy."""
+        self.model = model
+        plain(model).generation_config = GenerationConfig()
+
+
+class Chat:
+    """The token layout of a conversation, taken once from the tokenizer's chat template. Words of the environment are
+    encoded as plain text: a template token that stands in them does not become control."""
+
+    def __init__(self, tokenizer, stop_ids: list[int]):
+        marks = ["<mark one>", "<mark two>", "<mark three>"]
+        turns = [{"role": role, "content": mark} for role, mark in zip(["user", "assistant", "user"], marks)]
+        head, rest = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True).split(marks[0])
+        parts = head, *rest.split(marks[1])[1].split(marks[2])
+        self.head, self.between, self.answer = (tokenizer.encode(p, add_special_tokens=False) for p in parts)
+        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+
+    def prompt(self, text: str) -> list[int]:
+        """From the start to where the agent answers."""
+        words = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self.head + words + self.answer
+
+    def observation(self, text: str, action: list[int]) -> list[int]:
+        """From the end of an action to where the agent answers again; its stop token is not fed twice."""
+        return self.between[action[-1] == self.between[0] :] + self.prompt(text)[len(self.head) :]
+
+    def response(self, action: list[int]) -> str:
+        """The text of an action, without its stop token."""
+        return self.tokenizer.decode(action[:-1] if action[-1] in self.stop_ids else action)
+
+
+def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float, label: str) -> list[Trajectory]:
+    """One trajectory per entry of tasks, all played side by side: each round, one answer of every open episode."""
+    episodes = [env.reset(task) for task in tasks]
+    prompts = dict(zip(tasks, (episode.prompt for episode in episodes)))
+    assert all(prompts[task] == e.prompt for task, e in zip(tasks, episodes)), "a group's first observations differ"
+    turns = [[chat.prompt(e.prompt)] for e in episodes]  # tokens: the prompt, then action and observation of each turn
+    trajectories = [Trajectory(task, [], [], 0.0, [], []) for task in tasks]
+    observations, active = [e.prompt for e in episodes], list(range(len(tasks)))
+    progress = tqdm(total=len(tasks), desc=label, leave=False, disable=None, unit="episode")
+    while active:
+        contexts = {i: sum(turns[i][1:][-args.history :], turns[i][0]) for i in active}  # [-0:] is the whole history
+        longest = args.max_context_tokens - args.max_action_tokens
+        for i in [i for i in active if len(contexts[i]) > longest]:
+            trajectories[i].truncated = True
+            if not trajectories[i].steps:
+                sys.exit(f"--max-context-tokens {args.max_context_tokens}: a prompt has {len(contexts[i])} tokens")
+            del contexts[i]
+        samples = engine.generate(list(contexts.values()), temperature) if contexts else []
+        for (i, context), (action, logprobs) in zip(contexts.items(), samples):
+            t, text = trajectories[i], chat.response(action)
+            if args.history or not t.steps:  # a new sequence; with the whole history an episode is one
+                t.starts.append(len(t.token_ids))
+            words = context[len(t.token_ids) - t.starts[-1] :]
+            t.token_ids += words + action
+            t.step_ids += [-1] * len(words) + [len(t.steps)] * len(action)
+            assert t.token_ids[t.starts[-1] :] == context + action, "not the ids that the engine saw and sampled"
+            observation, reward, _, info = episodes[i].step(text)
+            known = info["valid"], info["step_reward"], info["progress"], info["anchor"]
+            t.steps.append(Step(observations[i], text, *known, logprobs))
+            t.outcome, t.success, t.score = t.outcome + reward, info["success"], info["score"]
+            turns[i].append(action + chat.observation(observation, action))
+            observations[i] = observation
+        active = [i for i in contexts if not episodes[i].done]
+        progress.update(len(tasks) - len(active) - progress.n)
+        progress.set_postfix(success=f"{sum(t.success for t in trajectories) / max(1, progress.n):.2f}")
+    progress.close()
+    return trajectories
+
+
+def describe(trajectories: list[Trajectory], kind: str) -> dict:
+    """What episodes were like: means over trajectories, valid_actions over steps, dead_groups over groups."""
+    groups = {}
+    for t in trajectories:
+        groups.setdefault(t.task, []).append(t)
+    values = {"valid_actions": [step.valid for t in trajectories for step in t.steps]}
+    values |= {key: [getattr(t, key) for t in trajectories] for key in ("success", "score", "truncated")}
+    values["return"] = [sum(step.reward for step in t.steps) for t in trajectories]
+    values["episode_steps"] = [len(t.steps) for t in trajectories]
+    values["dead_groups"] = [len({t.outcome for t in group}) == 1 for group in groups.values()]
+    by_task = torch.tensor([sum(t.success for t in group) / len(group) for group in groups.values()])
+    error = by_task.std(correction=min(1, len(by_task) - 1)).item() / len(by_task) ** 0.5  # of the mean, over tasks
+    return {f"{kind}/{key}": sum(v) / len(v) for key, v in values.items()} | {f"{kind}/success_error": error}
+    # === end block ===
+
+
+def demonstrate(env, expert, args) -> list[tuple[str, list[tuple[str, str]]]]:
+    """[(prompt, [(answer, observation), ...])], an episode of the noisy expert each."""
+    rng, demonstrations = random.Random(args.seed), []
+    tasks = env.train_tasks[:-HELD_OUT]
+    for number in tqdm(range(args.demonstrations), "demonstrations", disable=None):
+        episode = env.reset(tasks[number % len(tasks)])
+        turns = [(answer, episode.step(answer)[0]) for answer in expert(episode, args.noise, rng)]
+        demonstrations.append((episode.prompt, turns))
+    return demonstrations
+
+
+def new_tokenizer(demonstrations: list, vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of the demonstrations' text: whatever is written round-trips, what is common is one token."""
+    tokenizer = Tokenizer(models.BPE())
+    units = pre_tokenizers.Split(Regex(UNITS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([units, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    texts = [text for prompt, turns in demonstrations for text in (prompt, *(t for turn in turns for t in turn))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([*texts, "user\nassistant\nsystem\n"], trainer)
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **ends)
+
+
+def new_model(tokenizer, args) -> Qwen3ForCausalLM:
+    """A small Qwen3. The wide initialisation and the short rotary base are what let so small a model learn quickly."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=args.max_context_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        initializer_range=0.8 / args.hidden**0.5,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def lay_out(chat, demonstration) -> Trajectory:
+    """A demonstration as the tokens that a rollout with these answers would have."""
+    prompt, turns = demonstration
+    t = Trajectory(0, chat.prompt(prompt), [], 0.0, [])
+    t.step_ids = [-1] * len(t.token_ids)
+    for number, (answer, observation) in enumerate(turns):
+        action = [*chat.tokenizer.encode(answer, add_special_tokens=False), chat.tokenizer.eos_token_id]
+        words = chat.observation(observation, action) if number + 1 < len(turns) else []
+        t.token_ids += action + words
+        t.step_ids += [number] * len(action) + [-1] * len(words)
+        t.steps.append(Step("", answer, True, 0.0, 0.0, None, []))
+    return t
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    env, expert = {"sokoban": (envs.sokoban.Sokoban(max_steps=args.max_steps), envs.sokoban.expert)}[args.environment]
+    demonstrations = demonstrate(env, expert, args)
+    if args.model:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    else:
+        tokenizer = new_tokenizer(demonstrations, args.vocabulary)
+        model = new_model(tokenizer, args)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    chat = Chat(tokenizer, [tokenizer.eos_token_id])
+    engine = HfEngine("", chat.stop_ids, args)
+    trajectories = [lay_out(chat, demonstration) for demonstration in demonstrations]
+    trajectories = [t for t in trajectories if len(t.token_ids) <= args.max_context_tokens]
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    print(
+        f"{env.name}: {size:.2f} M parameters, {len(tokenizer)} tokens in the vocabulary, {len(trajectories)} episodes"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    held_out, order, success, begin = list(env.train_tasks[-HELD_OUT:]), iter(()), 0.0, time.time()
+    for update in range(1, args.max_updates + 1):
+        if len(chosen := list(islice(order, args.batch_size))) < args.batch_size:
+            order = iter(torch.randperm(len(trajectories)).tolist())
+            chosen = list(islice(order, args.batch_size))
+        batch = flatten([trajectories[i] for i in chosen])
+        loss, optimizer.param_groups[0]["lr"] = 0.0, args.learning_rate * min(1.0, update / 20)
+        for sequences, _ in micro_batches(batch, args.micro_batch_tokens):
+            part = -action_logprobs(model, sequences, args).sum() / len(batch.token_step)
+            part.backward()
+            loss += part.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if update % args.eval_every == 0:
+            engine.load(model)
+            torch.manual_seed(args.seed + update)
+            played = describe(rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out"), "eval")
+            success = played["eval/success"]
+            print(
+                f"{update:5} updates  {time.time() - begin:5.0f} s  loss {loss:.3f}  success {success:.3f}", flush=True
+            )
+            if success >= args.target:
+                break
+    model.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    panel = [task for task in env.eval_tasks for _ in range(2)]
+    played = describe(rollout(env, engine, chat, panel, args, args.eval_temperature, "evaluation"), "eval")
+    print(
+        sys.exit(f"--target {args.target}: success {success:.3f} after {args.max_updates} updates; saved all the same")
+    )
+    if success < args.target:
+        sys.exit(
+            f"--target {args.target}: held-out success {success:.3f} after {args.max_updates} updates; saved anyway"
+        )
+
+
+if __name__ == "__main__":
+    main()
