@@ -1,0 +1,117 @@
+"""Speed and memory of the WebShop environment, one core, no network.
+
+    python benchmarks/environments.py                          # on the recorded catalogue of the tests
+    python benchmarks/environments.py --webshop-data DIR       # on the published files
+
+Prints one line per figure: name, value, unit, and the bound it is held to.
+"""
+
+import argparse
+import gc
+import random
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from envs.webshop import SearchIndex, Session, WebShop, load_catalog, make_goals, tag_names
+from envs.webshop_catalog import contents
+
+
+def report(name, value, unit, bound):
+    print(f"{name:<44}{value:>12,.2f} {unit:<10} {bound}", flush=True)
+
+
+def random_steps(catalog, goals, number, seed=0):
+    """Take `number` steps of random shopping: a search where there is a bar, else any clickable."""
+    draw = random.Random(seed)
+    taken = 0
+    while taken < number:
+        session = Session(catalog, draw.choice(goals))
+        for _ in range(10):
+            available = session.available_actions()
+            if available["has_search_bar"]:
+                session.step(f"search[{session.goal[draw.choice(('name', 'instruction_text'))]}]")
+            elif available["clickables"]:
+                session.step(f"click[{draw.choice(available['clickables'])}]")
+            taken += 1
+
+
+def session_speed(catalog, goals, number=20_000):
+    """Steps a second of processor time, after a warm-up."""
+    random_steps(catalog, goals, 500)
+    start = time.process_time()
+    random_steps(catalog, goals, number, seed=1)
+    return number / (time.process_time() - start)
+
+
+def session_memory(catalog, goals, number):
+    """Bytes that `number` running sessions hold, each on a product page after a search; the first is not counted."""
+    kept = []
+    tracemalloc.start()
+    for i in range(number + 1):
+        session = Session(catalog, goals[i % len(goals)])
+        session.step(f"search[{session.goal['name']}]")
+        session.step(f"click[{list(session.clickables)[-1]}]")
+        kept.append(session)
+        if i == 0:
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+    gc.collect()
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return after - before
+
+
+def index_speed(number):
+    """(seconds to build the index of `number` documents, seconds of one search there)."""
+    documents = []
+    seed = 0
+    while len(documents) < number:
+        seed += 1
+        documents += [(f"{seed}-{p['asin']}", contents(p)) for p in load_catalog(None, seed=seed).products]
+    documents = documents[:number]
+    start = time.perf_counter()
+    index = SearchIndex(documents)
+    built = time.perf_counter() - start
+    draw = random.Random(0)
+    queries = [" ".join(draw.sample(draw.choice(documents)[1].split(), 8)) for _ in range(200)]
+    start = time.perf_counter()
+    for query in queries:
+        index.search(query)
+    return built, (time.perf_counter() - start) / len(queries)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--webshop-data", default=str(ROOT / "tests/data/webshop/data"), help="directory of a catalogue"
+    )
+    parser.add_argument("--steps", type=int, default=20_000, help="session steps to time")
+    parser.add_argument("--documents", type=int, default=20_000, help="documents of the index to build")
+    args = parser.parse_args()
+
+    start = time.perf_counter()
+    env = WebShop()
+    report("own shop, start", time.perf_counter() - start, "s", "")
+    print(env.name)
+    start = time.perf_counter()
+    catalog = load_catalog(args.webshop_data)
+    goals = make_goals(catalog, True, 0)
+    tag_names(p["name"] for p in catalog.products)
+    catalog.search("warm up")
+    report("catalogue, start", time.perf_counter() - start, "s", "")
+    print(f"{args.webshop_data}: {len(catalog.products)} products, {len(goals)} goals")
+    report("session steps", session_speed(catalog, goals, args.steps), "steps/s", "at least 5,000")
+    report("a second episode", session_memory(catalog, goals, 1) / 1024, "KB", "under 50")
+    report("1,000 sessions on one catalogue", session_memory(catalog, goals, 1000) / 2**20, "MB", "")
+    built, search = index_speed(args.documents)
+    report(f"index of {args.documents:,} documents, built", built, "s", "under 30")
+    report("one search there", search * 1e3, "ms", "under 3")
+
+
+if __name__ == "__main__":
+    main()
