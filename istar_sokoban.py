@@ -58,7 +58,7 @@ class Args:
     # === block: args ===
     engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (generate); auto: vllm if installed
     seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
-    iterations: int = 100  # rounds of rollout and update
+    iterations: int = 80  # rounds of rollout and update
     tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
     group_size: int = 8  # trajectories of one task (G in the paper)
     history: int = 0  # turns of the past that a step sees; 0: all, as the formula o_1:t has it (the published runs: 2)
@@ -84,7 +84,7 @@ class Args:
     save_every: int = 1  # iterations from one checkpoint to the next; the last one is kept
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
     # === end block ===
-    learning_rate: float = 3e-4  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
+    learning_rate: float = 1e-3  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
     ratio: Literal["step", "step-mean", "token"] = "step"  # of a step's tokens (paper), their mean (GSPO), each (PPO)
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # of the episode advantage A^E: iStar plugs into each
     alpha: float = 0.5  # weight of the step advantage A^S (the paper: 1)
@@ -96,7 +96,7 @@ class Args:
     prm_reduce: Literal["sum", "mean"] = "sum"  # a trajectory's log ratios over steps; the paper: sum, its code: mean
     pair_margin: float = 0.0  # a pair's outcomes differ by more than this
     mixed_groups_only: bool = True  # A^S only in groups of both outcomes: alone it kept moving collapsed policies
-    step_std_floor: float = 0.02  # under the std of a group's step rewards: an uninformed PRM must not become noise
+    step_std_floor: float = 0.05  # under the std of a group's step rewards: an uninformed PRM must not become noise
     equal_length_pairs: bool = True  # compare first min(T+, T-) steps: failures are longest, length alone would rank
     prm_drift_bound: float = 1.0  # a step's |log pi_phi - log pi_old| [nats] beyond this costs its square
     prm_weight_decay: float = 0.1  # AdamW's, on the adapter: pulls the PRM back to the initial model
@@ -158,8 +158,8 @@ def flatten(trajectories: list[Trajectory]) -> Batch:
 def micro_batches(batch: Batch, budget: int, members: list[int] | None = None) -> list:
     """[(sequences, places of their action tokens among the K)]: sequences of similar length, at most `budget` tokens
     with their padding (or one sequence). members: which of the batch's sequences; None: all."""
-    groups, order = [], sorted(members or range(len(batch.sequences)), key=lambda i: -len(batch.sequences[i][0]))
-    for i in order:
+    members, groups = range(len(batch.sequences)) if members is None else members, []
+    for i in sorted(members, key=lambda i: -len(batch.sequences[i][0])):
         if not groups or len(groups[-1][0][0]) * (len(groups[-1]) + 1) > budget:
             groups.append([])
         groups[-1].append(batch.sequences[i])
@@ -297,7 +297,10 @@ def prm_update(prm, optimizer, batch: Batch, old_logprobs: torch.Tensor, pairs: 
     excess = (log_ratios.abs() - args.prm_drift_bound).relu().square().mean()
     (weights,) = torch.autograd.grad(loss + excess, log_ratios)  # [S]
     optimizer.zero_grad()
-    for sequences, places in tqdm(micro_batches(batch, args.micro_batch_tokens), "PRM", leave=False, disable=None):
+    felt = [i for i, (_, _, places) in enumerate(batch.sequences) if weights[batch.token_step[places]].any()]
+    for sequences, places in tqdm(
+        micro_batches(batch, args.micro_batch_tokens, felt), "PRM", leave=False, disable=None
+    ):
         logprobs = action_logprobs(prm, sequences, args)
         (logprobs * weights[batch.token_step[places]].to(logprobs.device)).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
@@ -334,8 +337,9 @@ class HfEngine:
     @torch.no_grad()
     def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
         samples, device, limit = [], self.model.device, self.args.max_action_tokens
-        config = GenerationConfig(max_new_tokens=limit, eos_token_id=self.stop_ids, pad_token_id=0, output_scores=True)
-        config.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0, return_dict_in_generate=True)
+        outputs = dict(return_dict_in_generate=True, output_scores=True)
+        config = GenerationConfig(max_new_tokens=limit, eos_token_id=self.stop_ids, pad_token_id=0, **outputs)
+        config.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0)
         for part in (contexts[i : i + 64] for i in range(0, len(contexts), 64)):  # bounds the scores kept: [64, new, V]
             width = max(map(len, part))
             ids = torch.tensor([[0] * (width - len(c)) + c for c in part], device=device)
@@ -459,12 +463,14 @@ def policy_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: 
 def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, args) -> dict:
     """`minibatches` optimiser steps, each on a random share of the trajectories; old_logprobs [K], advantages [S]. The
     gradient is summed over micro-batches, weighted by their numbers of ratios: it equals that of one large batch."""
-    totals, count, traj_of = {}, 0, batch.step_traj[batch.token_step]  # [K]
+    names, count, traj_of = ("loss", "clip_fraction", "approx_kl", "ratio"), 0, batch.step_traj[batch.token_step]  # [K]
+    totals = {f"policy/{name}": 0.0 for name in names}
     shares = torch.randperm(len(batch.outcomes)).chunk(args.minibatches)
     for share in tqdm(shares, "update", leave=False, disable=None):
-        members = [i for i, (_, _, places) in enumerate(batch.sequences) if traj_of[places[0]] in share]
-        units = torch.cat([batch.sequences[i][2] for i in members])  # [k] tokens of the minibatch
-        units = len(units if args.ratio == "token" else batch.token_step[units].unique())
+        tokens = torch.isin(traj_of, share)  # [K]
+        units = int(tokens.sum()) if args.ratio == "token" else len(batch.token_step[tokens].unique())
+        felt = tokens & (advantages[batch.token_step] != 0)  # sequences without any add nothing to the gradient
+        members = [i for i, (_, _, places) in enumerate(batch.sequences) if felt[places].any()]
         optimizer.zero_grad()
         for sequences, places in micro_batches(batch, args.micro_batch_tokens, members):
             step, local = batch.token_step[places].unique(return_inverse=True)  # [s] of the batch's S, [k] into them
@@ -476,10 +482,10 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
             (loss * len(new) / units).backward()
             count += len(new)
             for key, value in {"loss": loss.item(), **stats}.items():
-                totals[f"policy/{key}"] = totals.get(f"policy/{key}", 0.0) + value * len(new)
+                totals[f"policy/{key}"] += value * len(new)
         norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
         optimizer.step()
-    return {key: total / count for key, total in totals.items()} | {"policy/grad_norm": norm.item()}
+    return {key: total / max(count, 1) for key, total in totals.items()} | {"policy/grad_norm": norm.item()}
 
 
 def add_adapter(model, name: str, rank: int) -> PeftModel:
@@ -589,6 +595,7 @@ def main():
     panel = [task for task in env.eval_tasks[: args.eval_tasks] for _ in range(args.eval_samples)]
     judge = (env, engine, chat, panel, args, args.eval_temperature, "evaluation")
     engine.load(activate(policy, "policy"))
+    torch.manual_seed(args.seed)
     try:
         if not saved:
             record(run, rows, {"iteration": 0, "time/elapsed": 0.0, **describe(rollout(*judge), "eval")}, board)

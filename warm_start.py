@@ -3,9 +3,10 @@
     min_theta  -mean log pi_theta(a_t | o_1:t)     over every token of the expert's answers
 
 The expert plays training tasks, and with probability --noise it takes a random action instead: the demonstrations visit
-states off the best path, and the clone is left with something to learn. Without --model the policy is made from
-nothing: a byte-level BPE tokenizer trained on the demonstrations, with a ChatML template, and a small Qwen3. Training
-stops when the success on held-out training tasks reaches --target; the evaluation panel is looked at once, at the end.
+states off the best path, and the clone knows all moves but prefers the best one only a little. Without --model the
+policy is made from nothing: a byte-level BPE tokenizer trained on the demonstrations, with a ChatML template, and a
+small Qwen3. Training stops when success on held-out training tasks reaches --target; the panel is looked at once, at
+the end.
 
     python warm_start.py --out models/tiny-sokoban                          # made the model that ships with the scripts
     python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm --learning-rate 1e-5
@@ -52,13 +53,14 @@ class Args:
     environment: Literal["sokoban"] = "sokoban"  # whose expert is cloned
     model: str = ""  # the policy to start from, a directory in Hugging Face format or a hub name; empty: from nothing
     out: str = "models/new"  # where the policy goes
-    target: float = 0.35  # stop at this success on held-out tasks, at --eval-temperature
+    target: float = 0.3  # stop at this success on held-out tasks, at --eval-temperature
+    min_updates: int = 200  # train so long before the first look: the clone has to know the moves, not only the form
     max_updates: int = 4000  # give up after so many
     demonstrations: int = 5000  # episodes of the expert
-    noise: float = 0.3  # probability of a random action in a demonstration
+    noise: float = 0.85  # probability of a random action in a demonstration
     batch_size: int = 64  # episodes per update
     learning_rate: float = 3e-3  # of AdamW, constant; 1e-5 suits a pretrained model
-    eval_every: int = 5  # updates from one look at the held-out tasks to the next
+    eval_every: int = 20  # updates from one look at the held-out tasks to the next
     eval_temperature: float = 0.4  # of sampling in evaluation
     vocabulary: int = 640  # of a new tokenizer
     hidden: int = 64  # width of a new model
@@ -130,8 +132,8 @@ def flatten(trajectories: list[Trajectory]) -> Batch:
 def micro_batches(batch: Batch, budget: int, members: list[int] | None = None) -> list:
     """[(sequences, places of their action tokens among the K)]: sequences of similar length, at most `budget` tokens
     with their padding (or one sequence). members: which of the batch's sequences; None: all."""
-    groups, order = [], sorted(members or range(len(batch.sequences)), key=lambda i: -len(batch.sequences[i][0]))
-    for i in order:
+    members, groups = range(len(batch.sequences)) if members is None else members, []
+    for i in sorted(members, key=lambda i: -len(batch.sequences[i][0])):
         if not groups or len(groups[-1][0][0]) * (len(groups[-1]) + 1) > budget:
             groups.append([])
         groups[-1].append(batch.sequences[i])
@@ -178,8 +180,9 @@ class HfEngine:
     @torch.no_grad()
     def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
         samples, device, limit = [], self.model.device, self.args.max_action_tokens
-        config = GenerationConfig(max_new_tokens=limit, eos_token_id=self.stop_ids, pad_token_id=0, output_scores=True)
-        config.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0, return_dict_in_generate=True)
+        outputs = dict(return_dict_in_generate=True, output_scores=True)
+        config = GenerationConfig(max_new_tokens=limit, eos_token_id=self.stop_ids, pad_token_id=0, **outputs)
+        config.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0)
         for part in (contexts[i : i + 64] for i in range(0, len(contexts), 64)):  # bounds the scores kept: [64, new, V]
             width = max(map(len, part))
             ids = torch.tensor([[0] * (width - len(c)) + c for c in part], device=device)
@@ -380,27 +383,23 @@ def main():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if update % args.eval_every == 0:
+        if update >= args.min_updates and update % args.eval_every == 0:
             engine.load(model)
             torch.manual_seed(args.seed + update)
             played = describe(rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out"), "eval")
             success = played["eval/success"]
-            print(
-                f"{update:5} updates  {time.time() - begin:5.0f} s  loss {loss:.3f}  success {success:.3f}", flush=True
-            )
+            seconds = time.time() - begin
+            print(f"{update:5} updates  {seconds:5.0f} s  loss {loss:.3f}  success {success:.3f}", flush=True)
             if success >= args.target:
                 break
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     panel = [task for task in env.eval_tasks for _ in range(2)]
     played = describe(rollout(env, engine, chat, panel, args, args.eval_temperature, "evaluation"), "eval")
-    print(
-        sys.exit(f"--target {args.target}: success {success:.3f} after {args.max_updates} updates; saved all the same")
-    )
+    reached = f"success {played['eval/success']:.3f} +- {played['eval/success_error']:.3f} on the evaluation panel"
+    print(f"{args.out}: {reached}")
     if success < args.target:
-        sys.exit(
-            f"--target {args.target}: held-out success {success:.3f} after {args.max_updates} updates; saved anyway"
-        )
+        sys.exit(f"--target {args.target}: held-out success {success:.3f} after {update} updates; saved all the same")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""Learning curves of commands over seeds: one table and one picture.
+
+    python benchmarks/learning_curves.py --name sokoban --seeds 1 2 3 --jobs 2 \\
+        --command "istar_sokoban.py" --command "rloo_sokoban.py"
+
+Every command runs once for each seed, `--jobs` at a time, each bound to its share of the cores (on 2 cores with
+--jobs 2 a run has one core, and is slower than a user's). What comes out, under benchmarks/results/:
+NAME.md     the table: success on the panel before and after, its lowest after iteration 10, minutes
+NAME.png    success on the panel against minutes of training, a line per seed
+NAME.jsonl  every evaluation, with the command and the seed: the table and the picture are made of it
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict]:
+    """The rows of metrics.jsonl of one run; its terminal output goes to a file beside it."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{command} {seed}")
+    environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": str(len(cores))}
+    arguments = [*shlex.split(command), "--seed", str(seed), "--runs-dir", str(directory), "--run-name", name]
+    with (directory / f"{name}.log").open("w") as log:
+        subprocess.run(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            check=False,
+        )
+    metrics = directory / name / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def table(evaluations: list[dict]) -> str:
+    """Markdown: a line per command and seed."""
+    lines = [
+        "| command | seed | iterations | minutes | success before | after | gain | lowest after iteration 10 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for command, seed in dict.fromkeys((e["command"], e["seed"]) for e in evaluations):
+        rows = [e for e in evaluations if (e["command"], e["seed"]) == (command, seed)]
+        first, last = rows[0], rows[-1]
+        low = min((e["eval/success"] for e in rows if e["iteration"] > 10), default=float("nan"))
+        success = [f"{e['eval/success']:.3f} ± {e['eval/success_error']:.3f}" for e in (first, last)]
+        gain = last["eval/success"] - first["eval/success"]
+        lines.append(
+            f"| `{command}` | {seed} | {last['iteration']} | {last['time/elapsed'] / 60:.1f} | {success[0]} "
+            f"| {success[1]} | {gain:+.3f} | {low:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def picture(evaluations: list[dict], path: Path) -> None:
+    """Success on the panel against minutes: a colour per command, a line per seed."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    commands = list(dict.fromkeys(e["command"] for e in evaluations))
+    for number, command in enumerate(commands):
+        for seed in dict.fromkeys(e["seed"] for e in evaluations if e["command"] == command):
+            rows = [e for e in evaluations if (e["command"], e["seed"]) == (command, seed)]
+            first = seed == min(e["seed"] for e in evaluations if e["command"] == command)
+            for axis, x, scale in ((axes[0], "iteration", 1), (axes[1], "time/elapsed", 60)):
+                label = command if first else None
+                axis.plot([r[x] / scale for r in rows], [r["eval/success"] for r in rows], f"C{number}", label=label)
+    axes[0].set(xlabel="iteration", ylabel="success on the evaluation panel")
+    axes[1].set(xlabel="minutes of training")
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", required=True, help="of the result files")
+    parser.add_argument("--command", action="append", required=True, help="a script and its flags; several times")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the cores are divided between them")
+    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "benchmarks")
+    arguments = parser.parse_args()
+    arguments.runs_dir.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
+    cores, free = sorted(os.sched_getaffinity(0)), Queue()
+    for job in range(arguments.jobs):
+        free.put(cores[job :: arguments.jobs] or cores)
+
+    def one(task):
+        command, seed = task
+        share = free.get()
+        rows = run(command, seed, share, arguments.runs_dir)
+        free.put(share)
+        print(f"{command} seed {seed}: {len(rows)} rows", flush=True)
+        return [{"command": command, "seed": seed, **row} for row in rows if "eval/success" in row]
+
+    tasks = [(command, seed) for seed in arguments.seeds for command in arguments.command]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        evaluations = [row for rows in pool.map(one, tasks) for row in rows]
+    evaluations.sort(key=lambda e: (arguments.command.index(e["command"]), e["seed"], e["iteration"]))
+    if not evaluations:
+        sys.exit(f"no run came to its first evaluation: see the logs in {arguments.runs_dir}")
+    (RESULTS / f"{arguments.name}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
+    text = f"`python benchmarks/learning_curves.py {shlex.join(sys.argv[1:])}`\n\n{table(evaluations)}"
+    (RESULTS / f"{arguments.name}.md").write_text(text)
+    picture(evaluations, RESULTS / f"{arguments.name}.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Shared by the tests: the scripts as modules, a small random model, random trajectories, runs as subprocesses."""
+
+import functools
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.update(WANDB_MODE="offline", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "tiny-sokoban"
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+import blocks
+
+VOCABULARY = 50
+
+
+def scripts_with(*names: str) -> list[str]:
+    """The scripts in the repository's root that define all these functions or classes, those of tomorrow included."""
+    texts = {path.stem: path.read_text() for path in blocks.scripts(ROOT)}
+    defines = {script: set(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)) for script, text in texts.items()}
+    return [script for script in texts if defines[script] >= set(names)]
+
+
+TRAINERS = scripts_with("policy_update", "main")
+
+
+@functools.cache
+def load(script: str):
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def random_model(seed: int = 0, layers: int = 2):
+    """A Qwen3 as the tiny one is, smaller, with weights wide enough that its log-probabilities differ."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, head_dim=16)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, num_key_value_heads=1, tie_word_embeddings=True, initializer_range=0.3, **shape
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def random_trajectories(module, seed: int = 0, groups: int = 3, size: int = 4, history: bool = False, longest: int = 5):
+    """Trajectories of unequal lengths with 0/1 outcomes; history: every step is a sequence of its own."""
+    rng, trajectories = random.Random(seed), []
+    for group in range(groups):
+        for member in range(size):
+            ids, step_ids, starts, steps = [], [], [0], []
+            for step in range(rng.randint(1, longest)):
+                if history and step:
+                    starts.append(len(ids))
+                words, action = rng.randint(2, 9), rng.randint(1, 4)
+                ids += [rng.randrange(VOCABULARY) for _ in range(words + action)]
+                step_ids += [-1] * words + [step] * action
+                steps.append(module.Step("", "", True, 0.0, 0.0, None, [0.0] * action))
+            outcome = float(member % 2) if group else float(member > 0)
+            trajectories.append(module.Trajectory(10 + group, ids, step_ids, outcome, steps, starts))
+    return trajectories
+
+
+def settings(**changes) -> SimpleNamespace:
+    """The arguments that the functions of the scripts look at."""
+    defaults = dict(temperature=1.0, dtype="float32", micro_batch_tokens=8192, max_grad_norm=1e9, minibatches=1)
+    defaults |= dict(clip=0.2, ratio="step", beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_drift_bound=1e9)
+    defaults |= dict(max_action_tokens=8, max_context_tokens=1024, history=0, seed=1, engine_memory=1)
+    return SimpleNamespace(**defaults | changes)
+
+
+def run_script(script: str, *flags, cwd, check: bool = True, environment=None) -> subprocess.CompletedProcess:
+    """A script of the repository's root in a process of its own, as a user starts it."""
+    command = [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment or os.environ, timeout=900)
+    assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done

@@ -1,0 +1,193 @@
+"""Engines: what they sample has the trainer's log-probabilities, before and after updates that move everything.
+
+vLLM runs in one process of its own (this file, as a script), which measures; the tests look at what it measured.
+"""
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, load, random_model, scripts_with, settings
+from transformers import AutoModelForCausalLM
+
+STOP = json.loads((TINY / "config.json").read_text())["eos_token_id"]
+
+
+def contexts_of(model, count: int = 6, longest: int = 400) -> list[list[int]]:
+    """Random ids of unequal lengths; long, so that blocks of the prefix cache fill, and with a common beginning."""
+    rng, vocabulary = random.Random(0), model.config.vocab_size
+    common = [rng.randrange(3, vocabulary) for _ in range(longest // 2)]
+    return [
+        common[: rng.randint(5, 400)] + [rng.randrange(3, vocabulary) for _ in range(20 * i + 3)] for i in range(count)
+    ]
+
+
+def tiny():
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+
+
+def gap(module, engine, model, args, contexts) -> float:
+    """The largest difference between the engine's and the trainer's log-probability of a sampled token."""
+    trajectories, theirs = [], []
+    for context, (ids, logprobs) in zip(contexts, engine.generate(contexts, args.temperature)):
+        assert 1 <= len(ids) <= args.max_action_tokens and len(ids) == len(logprobs)
+        assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == args.max_action_tokens)
+        step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
+        trajectories.append(module.Trajectory(0, context + ids, [-1] * len(context) + [0] * len(ids), 0.0, [step]))
+        theirs += logprobs
+    ours = module.score_tokens(model, module.flatten(trajectories), args, "")
+    return (ours - torch.tensor(theirs)).abs().max().item()
+
+
+def move(model, seed: int) -> None:
+    """An update that moves every parameter that trains, embeddings included, by a tenth of its size."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            before = parameter.detach().clone()
+            size = 0.3 if "lora_B" in name else 0.1 * before.std() + 0.01
+            parameter.data += size * torch.randn_like(parameter)
+            assert not torch.equal(parameter, before)
+
+
+# ------------ hf ------------
+
+
+@pytest.fixture(params=scripts_with("HfEngine", "action_logprobs"))
+def module(request):
+    return load(request.param)
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.6))
+def test_hf_engine_agrees_with_the_trainer(module, temperature):
+    model, args = tiny(), settings(temperature=temperature)
+    engine = module.HfEngine(str(TINY), [STOP], args)
+    for update in range(4):
+        if update:
+            move(model, update)
+        engine.load(model)
+        assert gap(module, engine, model, args, contexts_of(model)) < 1e-3
+
+
+@pytest.mark.parametrize("module", scripts_with("HfEngine", "add_adapter"), indirect=True)
+def test_hf_engine_with_a_lora_policy(module):
+    model, args = module.activate(module.add_adapter(tiny(), "policy", 4), "policy"), settings()
+    engine = module.HfEngine(str(TINY), [STOP], args)
+    for update in range(3):
+        move(model, update)
+        engine.load(model)
+        assert gap(module, engine, model, args, contexts_of(model)) < 1e-3
+    assert gap(module, engine, tiny(), args, contexts_of(model)) > 1e-2  # the adapter is not idle
+
+
+def test_hf_engine_samples_the_whole_softmax(module):
+    """A model's own sampling settings (top-k, top-p, penalties) may not bend the policy; greedy is greedy."""
+    model = random_model(0)
+    model.generation_config.update(do_sample=True, top_k=1, top_p=0.1, temperature=0.1, repetition_penalty=2.0)
+    args = settings(max_action_tokens=1)
+    engine = module.HfEngine("", [STOP], args)
+    engine.load(model)
+    torch.manual_seed(0)
+    context = [5, 6, 7]
+    drawn = torch.tensor([ids[0] for ids, _ in engine.generate([context] * 4000, 1.0)])
+    with torch.no_grad():
+        exact = model(input_ids=torch.tensor([context])).logits[0, -1].softmax(-1)
+    frequencies = torch.bincount(drawn, minlength=len(exact)) / len(drawn)
+    assert (frequencies - exact).abs().max() < 4 * (exact.max() / len(drawn)).sqrt()
+    greedy = engine.generate([context] * 3, 0.0)
+    assert {ids[0] for ids, _ in greedy} == {exact.argmax().item()}
+
+
+# ------------ vLLM ------------
+
+
+def measure_vllm() -> dict:
+    """Largest differences, by name. The engine starts on the tiny model's file."""
+    module = load(scripts_with("VllmEngine")[0])
+    model, args, gaps = tiny(), settings(), {}
+    contexts = contexts_of(model)
+    engine = module.VllmEngine(str(TINY), [STOP], args)
+    whole, reset = module.VllmEngine.repack_tied_head, engine.llm.reset_prefix_cache
+    assert model.config.tie_word_embeddings
+    gaps["start"] = gap(module, engine, model, args, contexts)
+    for update in (1, 2, 3):
+        move(model, update)
+        gaps[f"stale {update}"] = gap(module, engine, model, args, contexts)  # the update is felt at all
+        engine.load(model)
+        gaps[f"update {update}"] = gap(module, engine, model, args, contexts)
+    for temperature in (0.6, 1.4):
+        other = settings(temperature=temperature)
+        gaps[f"temperature {temperature}"] = gap(module, engine, model, other, contexts)
+    args.temperature = 1.0
+    move(model, 4)
+    engine.repack_tied_head = lambda network: None
+    engine.load(model)
+    gaps["without the head"] = gap(module, engine, model, args, contexts)
+    engine.repack_tied_head = whole
+    engine.load(model)
+    gaps["with the head"] = gap(module, engine, model, args, contexts)
+    move(model, 5)
+    engine.llm.reset_prefix_cache = lambda: None
+    engine.load(model)
+    gaps["without the reset"] = gap(module, engine, model, args, contexts)
+    engine.llm.reset_prefix_cache = reset
+    engine.load(model)
+    gaps["with the reset"] = gap(module, engine, model, args, contexts)
+    policy = module.activate(module.add_adapter(tiny(), "policy", 4), "policy")
+    module.add_adapter(policy, "prm", 4)
+    module.activate(policy, "policy")
+    for name, parameter in policy.named_parameters():
+        if ".prm." in name and "lora_B" in name:
+            torch.nn.init.normal_(parameter)  # may not leak into the policy
+    for update in (1, 2, 3):
+        move(policy, update)
+        before = copy.deepcopy(policy.state_dict())
+        engine.load(policy)
+        gaps[f"lora {update}"] = gap(module, engine, policy, args, contexts)
+        assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+    gaps["lora against its base"] = gap(module, engine, tiny(), args, contexts)
+    ids, logprobs = zip(*engine.generate(contexts[:2], 0.0))
+    gaps["greedy differs"] = float((ids, logprobs) != tuple(zip(*engine.generate(contexts[:2], 0.0))))
+    return gaps
+
+
+@pytest.fixture(scope="module")
+def gaps():
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_vllm_agrees_with_the_trainer_before_and_after_updates(gaps):
+    assert gaps["start"] < 1e-3
+    for update in (1, 2, 3):
+        assert gaps[f"stale {update}"] > 1e-2 and gaps[f"update {update}"] < 1e-3
+
+
+def test_vllm_at_other_temperatures(gaps):
+    assert gaps["temperature 0.6"] < 1e-3 and gaps["temperature 1.4"] < 1e-3
+
+
+def test_vllm_needs_the_tied_head_repacked(gaps):
+    """Were the hand-over right without it, this would say so; with it, it is exact."""
+    assert gaps["without the head"] > 1e-2 and gaps["with the head"] < 1e-3
+
+
+def test_vllm_needs_its_prefix_cache_reset(gaps):
+    assert gaps["without the reset"] > 1e-2 and gaps["with the reset"] < 1e-3
+
+
+def test_vllm_takes_a_lora_policy_merged_and_leaves_the_base(gaps):
+    assert all(gaps[f"lora {update}"] < 1e-3 for update in (1, 2, 3)) and gaps["lora against its base"] > 1e-2
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    print(json.dumps(measure_vllm()))

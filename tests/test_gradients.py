@@ -1,0 +1,358 @@
+"""Gradients: two passes equal plain autograd, micro-batches equal one batch, padding and order change nothing."""
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+from conftest import VOCABULARY, load, random_model, random_trajectories, scripts_with, settings
+
+BUDGETS = (1, 40, 100, 8192)  # one sequence a micro-batch, a few, all
+
+
+class Capture:
+    """An optimizer that keeps the gradients instead of following them."""
+
+    def __init__(self, model):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.param_groups = [{"params": self.parameters}]
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def step(self):
+        self.gradient = flat(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters)
+
+
+def flat(tensors):
+    return torch.cat([t.detach().reshape(-1).double() for t in tensors])
+
+
+def assert_same(gradient, expected):
+    """Equal to 1e-5 of their length."""
+    assert expected.norm() > 1e-4, "a gradient of zero compares to nothing"
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+
+
+def plain_logprobs(model, trajectories, temperature=1.0):
+    """[trajectory][step] -> log-probabilities of its tokens: one sequence at a time, no padding, all logits."""
+    result = []
+    for t in trajectories:
+        steps = [[] for _ in t.steps]
+        for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
+            ids = torch.tensor([t.token_ids[start:end]])
+            logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)
+            for place in range(start + 1, end):
+                if t.step_ids[place] >= 0:
+                    steps[t.step_ids[place]].append(logprobs[place - start - 1, t.token_ids[place]])
+        result.append(steps)
+    return result
+
+
+def gradient_of(loss, model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return flat(torch.autograd.grad(loss, parameters))
+
+
+def prm_model(module, seed=0):
+    """A random model with a PRM adapter that is not the identity any more."""
+    model = module.activate(module.add_adapter(random_model(seed), "prm", 4), "prm")
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def old_logprobs_of(module, batch, args):
+    return module.score_tokens(random_model(0), batch, args, "")
+
+
+def history(value):
+    return pytest.mark.parametrize("history", value, ids=lambda h: "windows" if h else "whole")
+
+
+@pytest.fixture(params=scripts_with("prm_update"))
+def istar(request):
+    return load(request.param)
+
+
+@pytest.fixture(params=scripts_with("policy_update"))
+def trainer(request):
+    return load(request.param)
+
+
+# ------------ the PRM: trajectory DPO in two passes ------------
+
+
+def plain_prm_gradient(model, trajectories, old, pairs, args):
+    """Autograd of mean -log sigmoid(beta (L+ - L-)) + mean relu(|log ratio| - bound)^2, written out."""
+    flat_old, ratios = iter(old.tolist()), []
+    for steps in plain_logprobs(model, trajectories, args.temperature):
+        ratios.append([sum(token - next(flat_old) for token in step) for step in steps])
+    losses = []
+    for winner, loser in pairs:
+        sides = [ratios[winner], ratios[loser]]
+        if args.equal_length_pairs:
+            sides = [side[: min(map(len, sides))] for side in sides]
+        sums = [sum(side) / (len(side) if args.prm_reduce == "mean" else 1) for side in sides]
+        losses.append(torch.log1p(torch.exp(-args.beta * (sums[0] - sums[1]))))
+    drifts = [torch.relu(abs(r) - args.prm_drift_bound) ** 2 for steps in ratios for r in steps]
+    return gradient_of(sum(losses) / len(losses) + sum(drifts) / len(drifts), model)
+
+
+@history((False, True))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(equal_length_pairs=False),
+        dict(equal_length_pairs=True),
+        dict(equal_length_pairs=False, prm_reduce="mean", temperature=0.7),
+        dict(prm_drift_bound=0.05),  # most steps are beyond it
+    ],
+    ids=str,
+)
+def test_dpo_gradient_equals_autograd_for_any_micro_batch(istar, changes, history):
+    model, trajectories = prm_model(istar), random_trajectories(istar, history=history)
+    batch, optimizer = istar.flatten(trajectories), Capture(model)
+    args = settings(beta=0.5, **changes)
+    old = old_logprobs_of(istar, batch, args)
+    pairs = istar.preference_pairs(batch.outcomes, batch.group)
+    expected = plain_prm_gradient(model, trajectories, old, pairs, args)
+    for budget in BUDGETS:
+        args.micro_batch_tokens = budget
+        stats = istar.prm_update(model, optimizer, batch, old, pairs, args)
+        assert_same(optimizer.gradient, expected)
+        assert stats["prm/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+
+
+def test_drift_beyond_the_bound_is_what_adds_to_the_gradient(istar):
+    """The case above with a bound tests nothing unless the penalty is felt."""
+    model, trajectories = prm_model(istar), random_trajectories(istar)
+    batch, optimizer, gradients = istar.flatten(trajectories), Capture(model), []
+    for bound in (0.05, 1e9):
+        args = settings(prm_drift_bound=bound)
+        pairs = istar.preference_pairs(batch.outcomes, batch.group)
+        istar.prm_update(model, optimizer, batch, old_logprobs_of(istar, batch, args), pairs, args)
+        gradients.append(optimizer.gradient)
+    assert (gradients[0] - gradients[1]).norm() > 0.1 * gradients[1].norm()
+
+
+def test_prm_learns_a_planted_difference(istar):
+    """Winners say 7, losers 8, in the middle of noise: pairs never learnt from are ranked right, the adapter moves."""
+
+    def planted(seed):
+        trajectories = random_trajectories(istar, seed, groups=4)
+        for t in trajectories:
+            for place, step in enumerate(t.step_ids):
+                t.token_ids[place] = (7 if t.outcome else 8) if step >= 0 else t.token_ids[place]
+        batch = istar.flatten(trajectories)
+        return batch, old_logprobs_of(istar, batch, args), istar.preference_pairs(batch.outcomes, batch.group)
+
+    args = settings(prm_drift_bound=1.0)
+    model = istar.activate(istar.add_adapter(random_model(0), "prm", 4), "prm")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    stats = [istar.prm_update(model, optimizer, *planted(seed), args) for seed in range(30)]
+    assert stats[0]["prm/pair_accuracy"] == 0.0 and stats[0]["prm/margin"] == 0.0  # it starts as the policy
+    assert stats[0]["prm/loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["prm/grad_norm"] > 0
+    assert stats[-1]["prm/pair_accuracy"] > 0.9 and stats[-1]["prm/margin"] > 0
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+
+
+# ------------ the policy ------------
+
+
+def plain_policy_gradient(model, trajectories, old, advantages, args):
+    """Autograd of -mean min(rho A, clip(rho) A) over tokens or steps, written out."""
+    flat_old, flat_advantages, terms = iter(old.tolist()), iter(advantages.tolist()), []
+    for steps in plain_logprobs(model, trajectories, args.temperature):
+        for step in steps:
+            advantage, logratios = next(flat_advantages), [token - next(flat_old) for token in step]
+            if args.ratio != "token":
+                logratios = [sum(logratios) / (len(logratios) if args.ratio == "step-mean" else 1)]
+            for logratio in logratios:
+                rho = torch.exp(logratio)
+                clipped = torch.clamp(rho, 1 - args.clip, 1 + args.clip)
+                terms.append(torch.minimum(rho * advantage, clipped * advantage))
+    return gradient_of(-sum(terms) / len(terms), model)
+
+
+def policy_case(module, history=False, seed=0):
+    """(model, trajectories, batch, old log-probabilities of another model, advantages)."""
+    trajectories = random_trajectories(module, seed, history=history)
+    batch, model = module.flatten(trajectories), random_model(0)
+    torch.manual_seed(seed)
+    old = module.score_tokens(model, batch, settings(), "") + 0.15 * torch.randn(len(batch.token_step))
+    return model, trajectories, batch, old, torch.randn(len(batch.step_traj))
+
+
+@history((False, True))
+@pytest.mark.parametrize("ratio", ("step", "step-mean", "token"))
+def test_policy_gradient_equals_autograd_for_any_micro_batch(trainer, ratio, history):
+    model, trajectories, batch, old, advantages = policy_case(trainer, history)
+    args, optimizer = settings(ratio=ratio), Capture(model)
+    expected, stats = plain_policy_gradient(model, trajectories, old, advantages, args), []
+    for args.micro_batch_tokens in BUDGETS:
+        stats.append(trainer.policy_update(model, optimizer, batch, old, advantages, args))
+        assert_same(optimizer.gradient, expected)
+        assert stats[-1] == pytest.approx(stats[0], rel=1e-4)
+    assert 0.05 < stats[0]["policy/clip_fraction"] < 0.95  # both branches were taken
+
+
+def test_temperature_is_in_the_gradient(trainer):
+    model, trajectories, batch, old, advantages = policy_case(trainer)
+    args, optimizer = settings(temperature=0.6), Capture(model)
+    trainer.policy_update(model, optimizer, batch, old, advantages, args)
+    assert_same(optimizer.gradient, plain_policy_gradient(model, trajectories, old, advantages, args))
+
+
+def test_minibatches_share_the_trajectories(trainer):
+    """Every trajectory is in one minibatch: with a policy that does not move, they average to the whole gradient."""
+    model, trajectories, batch, old, advantages = policy_case(trainer, history=True)
+    args, seen = settings(minibatches=4, ratio="token"), []
+
+    class Collect(Capture):
+        def step(self):
+            super().step()
+            seen.append(self.gradient)
+
+    calls, real = [], trainer.action_logprobs
+
+    def counted(model, sequences, args):
+        calls.extend(sequences)
+        return real(model, sequences, args)
+
+    trainer.action_logprobs = counted
+    try:
+        trainer.policy_update(model, Collect(model), batch, old, advantages, args)
+    finally:
+        trainer.action_logprobs = real
+    assert len(seen) == 4
+    assert sorted(id(ids) for ids, _, _ in calls) == sorted(id(ids) for ids, _, _ in batch.sequences)
+
+
+@history((False, True))
+def test_order_of_trajectories_changes_nothing(trainer, history):
+    """Groups stay, everything else is shuffled; the gradient of the policy and of the PRM are the same."""
+    trajectories = random_trajectories(trainer, history=history)
+    shuffled = random.Random(1).sample(trajectories, len(trajectories))
+    gradients = []
+    for order in (trajectories, shuffled):
+        batch, model = trainer.flatten(order), random_model(0)
+        old = trainer.score_tokens(random_model(3), batch, settings(), "")
+        advantages = trainer.rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]
+        optimizer, args = Capture(model), settings(ratio="token", micro_batch_tokens=60)
+        trainer.policy_update(model, optimizer, batch, old, advantages, args)
+        gradients.append([optimizer.gradient])
+        if hasattr(trainer, "prm_update"):
+            prm = prm_model(trainer)
+            optimizer, pairs = Capture(prm), trainer.preference_pairs(batch.outcomes, batch.group)
+            args.prm_drift_bound = 1.0
+            trainer.prm_update(prm, optimizer, batch, old_logprobs_of(trainer, batch, args), pairs, args)
+            gradients[-1].append(optimizer.gradient)
+    for first, second in zip(*gradients):
+        assert_same(second, first)
+
+
+# ------------ log-probabilities and padding: in every script that has them ------------
+
+
+@pytest.fixture(params=scripts_with("action_logprobs"))
+def scorer(request):
+    return load(request.param)
+
+
+@history((False, True))
+def test_logprobs_are_those_of_single_sequences(scorer, history):
+    model, trajectories = random_model(0), random_trajectories(scorer, history=history)
+    batch = scorer.flatten(trajectories)
+    nested = plain_logprobs(model, trajectories)
+    expected = torch.stack([token for steps in nested for step in steps for token in step])
+    counts = [len(step) for steps in nested for step in steps]
+    assert torch.bincount(batch.token_step).tolist() == counts  # every action token belongs to its own step
+    assert batch.step_traj.tolist() == [n for n, t in enumerate(trajectories) for _ in t.steps]
+    for budget in BUDGETS:
+        ours = scorer.score_tokens(model, batch, settings(micro_batch_tokens=budget), "")
+        assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("filler", (0, 1, VOCABULARY - 1))
+def test_content_of_padding_changes_nothing(scorer, filler, monkeypatch):
+    model, batch = random_model(0), scorer.flatten(random_trajectories(scorer))
+    expected = scorer.score_tokens(model, batch, settings(), "")
+    real, padded = torch.nn.utils.rnn.pad_sequence, []
+
+    def pad(tensors, batch_first, padding_value=filler):
+        out = real(tensors, batch_first=batch_first, padding_value=padding_value)
+        padded.append(out.numel() - sum(map(len, tensors)))
+        return out
+
+    monkeypatch.setattr(torch.nn.utils.rnn, "pad_sequence", pad)
+    assert torch.equal(scorer.score_tokens(model, batch, settings(), ""), expected)
+    assert sum(padded) > 0
+
+
+def test_companions_in_the_batch_change_nothing(scorer):
+    """A short sequence alone, and beside a long one whose padding it gets."""
+    model, batch = random_model(0), scorer.flatten(random_trajectories(scorer))
+    short, long = (f(batch.sequences, key=lambda s: len(s[0])) for f in (min, max))
+    alone = scorer.action_logprobs(model, [short], settings())
+    together = scorer.action_logprobs(model, [long, short], settings())[-len(alone) :]
+    assert len(long[0]) > len(short[0]) and (alone - together).abs().max() < 1e-5
+
+
+def test_micro_batches_keep_to_the_budget_and_lose_nothing(scorer):
+    batch = scorer.flatten(random_trajectories(scorer))
+    for budget in (1, 40, 100):
+        parts = scorer.micro_batches(batch, budget)
+        assert all(len(s) == 1 or len(s) * max(len(ids) for ids, _, _ in s) <= budget for s, _ in parts)
+        assert sorted(torch.cat([places for _, places in parts]).tolist()) == [*range(len(batch.token_step))]
+        assert sum(len(s) for s, _ in parts) == len(batch.sequences)
+
+
+def test_adapters_share_one_base(istar):
+    """Two adapters on one model: the policy's starts as the identity, and neither trains or feels the other."""
+    base = random_model(0)
+    expected, count = [p.detach().clone() for p in base.parameters()], sum(p.numel() for p in base.parameters())
+    policy = istar.add_adapter(base, "policy", 4)
+    prm = istar.add_adapter(policy, "prm", 4)
+    assert prm is policy and {*policy.peft_config} == {"policy", "prm"}
+    batch = istar.flatten(random_trajectories(istar))
+    reference = istar.score_tokens(random_model(0), batch, settings(), "")
+    for name, other in (("policy", "prm"), ("prm", "policy")):
+        istar.activate(policy, name)
+        trained = {n for n, p in policy.named_parameters() if p.requires_grad}
+        assert trained and all(f".{name}." in n for n in trained)
+        assert torch.equal(istar.score_tokens(policy, batch, settings(), ""), reference)
+        for n, p in policy.named_parameters():
+            if f".{other}." in n and "lora_B" in n:
+                torch.nn.init.normal_(p)  # what the other one learns is not seen here
+        assert torch.equal(istar.score_tokens(policy, batch, settings(), ""), reference)
+        for n, p in policy.named_parameters():
+            if "lora_B" in n:
+                torch.nn.init.zeros_(p)
+    plain = [p for n, p in policy.named_parameters() if "lora_" not in n]
+    assert sum(p.numel() for p in plain) == count and all(torch.equal(p, e) for p, e in zip(plain, expected))
+
+
+def test_policy_weights_of_a_lora_policy_are_dense_and_leave_the_base(trainer):
+    """What the engine gets computes what the adapter computes; the model it came from is as it was."""
+    model = trainer.activate(trainer.add_adapter(random_model(0), "policy", 4), "policy")
+    trainer.add_adapter(model, "prm", 4)
+    trainer.activate(model, "policy")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)  # the PRM's too: it may not leak
+    before = copy.deepcopy(model.state_dict())
+    dense = random_model(9)
+    missing, unexpected = dense.load_state_dict(dict(trainer.policy_weights(model)), strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"])
+    batch = trainer.flatten(random_trajectories(trainer))
+    merged, adapter = (trainer.score_tokens(m, batch, settings(), "") for m in (dense, model))
+    assert (merged - adapter).abs().max() < 1e-3
+    assert (adapter - trainer.score_tokens(random_model(0), batch, settings(), "")).abs().max() > 1e-2
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -1,0 +1,314 @@
+"""Every formula of every script against a second rendering of it, in loops and numpy, on random flat tensors."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import load, scripts_with
+
+SEEDS = range(4)
+
+
+def product(*values, **options):
+    return [*itertools.product(*values, **options)]
+
+
+def over_scripts(*names):
+    """Run the test once for every script that defines these names."""
+    return pytest.mark.parametrize("module", scripts_with(*names), indirect=True)
+
+
+@pytest.fixture
+def module(request):
+    return load(request.param)
+
+
+def close(ours: torch.Tensor, theirs, tolerance=1e-5):
+    theirs = np.asarray(theirs, dtype=np.float64)
+    assert ours.shape == theirs.shape
+    np.testing.assert_allclose(ours.detach().double().numpy(), theirs, rtol=tolerance, atol=tolerance)
+
+
+def flat(seed: int, outcomes: str = "binary"):
+    """Random flat tensors as numpy: outcomes [N], group [N], step_traj [S]. Groups lie mixed; one is a group of one,
+    one is all equal, one is one-sided but for a single member."""
+    rng = np.random.default_rng(seed)
+    group = rng.permutation([0] * 5 + [1] + [2] * 4 + [3] * 6)
+    values = {"binary": rng.integers(0, 2, len(group)), "scores": rng.normal(size=len(group)).round(1)}[outcomes]
+    values = values.astype(np.float64)
+    values[group == 2] = 0.7  # all equal, and not exact in binary
+    values[group == 3] = 0.0
+    values[np.flatnonzero(group == 3)[0]] = 1.0
+    lengths = rng.integers(1, 6, len(group))
+    return values, group, np.repeat(np.arange(len(group)), lengths)
+
+
+def tensors(*arrays):
+    return [torch.tensor(a, dtype=torch.float32 if a.dtype == np.float64 else torch.long) for a in arrays]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def std(values):
+    """Unbiased."""
+    centre = mean(values)
+    return math.sqrt(sum((v - centre) ** 2 for v in values) / (len(values) - 1))
+
+
+# ------------ pairs and DPO ------------
+
+
+@over_scripts("preference_pairs")
+@pytest.mark.parametrize("seed, kind, margin", product(SEEDS, ("binary", "scores"), (0.0, 0.35, 5.0)))
+def test_preference_pairs(module, seed, kind, margin):
+    outcomes, group, _ = flat(seed, kind)
+    expected = set()
+    for winner, loser in product(range(len(group)), repeat=2):
+        if group[winner] == group[loser] and outcomes[winner] - outcomes[loser] > margin:
+            expected.add((winner, loser))
+    pairs = module.preference_pairs(*tensors(outcomes, group), margin)
+    assert set(pairs) == expected and len(pairs) == len(expected)
+
+
+@over_scripts("preference_pairs")
+def test_preference_pairs_by_hand(module):
+    group = torch.tensor([0, 0, 0, 1, 1, 2])
+    assert module.preference_pairs(torch.tensor([1.0, 0, 1, 0, 0, 1]), group) == [(0, 1), (2, 1)]  # ties: none
+    assert module.preference_pairs(torch.ones(6), group) == []
+    scores = torch.tensor([0.0, 0.5, 1.0, 0.25, 0.75, 9.0])
+    assert module.preference_pairs(scores, group, 0.5) == [(2, 0)]  # exactly the margin is not more than it
+
+
+@over_scripts("dpo_loss")
+@pytest.mark.parametrize("seed, beta", product(SEEDS, (0.05, 1.0)))
+def test_dpo_loss(module, seed, beta):
+    rng = np.random.default_rng(seed)
+    log_ratios = rng.normal(scale=20, size=9)
+    pairs = [tuple(rng.choice(9, 2, replace=False).tolist()) for _ in range(12)]
+    losses = []
+    for winner, loser in pairs:
+        x = beta * (log_ratios[winner] - log_ratios[loser])
+        losses.append(math.log1p(math.exp(-x)))
+    close(module.dpo_loss(torch.tensor(log_ratios), pairs, beta), mean(losses))
+
+
+@over_scripts("dpo_loss")
+def test_dpo_loss_far_out_and_without_pairs(module):
+    log_ratios = torch.tensor([1e4, 0.0], requires_grad=True)
+    right, wrong = (module.dpo_loss(log_ratios, [pair], 1.0) for pair in ((0, 1), (1, 0)))
+    assert right.item() == 0.0 and wrong.item() == 1e4
+    (gradient,) = torch.autograd.grad(wrong, log_ratios)
+    close(gradient, [1.0, -1.0])
+    none = module.dpo_loss(log_ratios, [], 1.0)
+    assert none.shape == () and none.item() == 0.0
+    none.backward()  # still differentiable, and moves nothing
+    assert log_ratios.grad.tolist() == [0.0, 0.0]
+
+
+@over_scripts("pair_log_ratios")
+@pytest.mark.parametrize("seed, equal, reduce", product(SEEDS, (True, False), ("sum", "mean")))
+def test_pair_log_ratios(module, seed, equal, reduce):
+    outcomes, group, step_traj = flat(seed)
+    log_ratios = np.random.default_rng(seed).normal(size=len(step_traj))
+    pairs = [(w, l) for w in range(16) for l in range(16) if group[w] == group[l] and outcomes[w] > outcomes[l]]
+    assert pairs
+    sides, side_pairs = module.pair_log_ratios(*tensors(log_ratios, step_traj), pairs, equal, reduce)
+    for pair, (winner_side, loser_side) in zip(pairs, side_pairs):
+        steps = [[log_ratios[s] for s in range(len(step_traj)) if step_traj[s] == trajectory] for trajectory in pair]
+        if equal:
+            steps = [side[: min(len(steps[0]), len(steps[1]))] for side in steps]
+        totals = [sum(side) if reduce == "sum" else mean(side) for side in steps]
+        close(torch.stack([sides[winner_side], sides[loser_side]]), totals)
+    assert len(side_pairs) == len(pairs)
+
+
+@over_scripts("pair_log_ratios", "dpo_loss")
+def test_pair_log_ratios_keeps_small_sums_after_long_ones(module):
+    log_ratios = torch.tensor([4e6] + [1e-3] * 2)  # sums by differences of a running total lose the small in float32
+    sides, _ = module.pair_log_ratios(log_ratios, torch.tensor([0, 1, 2]), [(1, 2)], True, "sum")
+    close(sides, [1e-3, 1e-3], 1e-6)
+
+
+@over_scripts("step_rewards")
+def test_step_rewards(module):
+    prm, old = np.random.default_rng(0).normal(size=(2, 30))
+    close(module.step_rewards(*tensors(prm, old), 0.05), [0.05 * (p - o) for p, o in zip(prm, old)])
+
+
+# ------------ advantages ------------
+
+
+def numpy_rloo(outcomes, group):
+    result = []
+    for i in range(len(outcomes)):
+        others = [outcomes[j] for j in range(len(outcomes)) if j != i and group[j] == group[i]]
+        result.append(outcomes[i] - mean(others) if others else 0.0)
+    return result
+
+
+def numpy_grpo(outcomes, group, floor=0.0):
+    result = []
+    for i in range(len(outcomes)):
+        mates = [outcomes[j] for j in range(len(outcomes)) if group[j] == group[i]]
+        spread = max(mates) - min(mates)
+        result.append((outcomes[i] - mean(mates)) / max(std(mates), floor) if spread > 0 else 0.0)
+    return result
+
+
+def numpy_reinforce_pp(outcomes, group, step_traj):
+    centred = [outcomes[i] - mean([o for o, g in zip(outcomes, group) if g == group[i]]) for i in range(len(outcomes))]
+    scale = std([centred[t] for t in step_traj])
+    return [c / scale for c in centred]
+
+
+@over_scripts("rloo_advantages")
+@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
+def test_rloo_advantages(module, seed, kind):
+    outcomes, group, _ = flat(seed, kind)
+    close(module.rloo_advantages(*tensors(outcomes, group)), numpy_rloo(outcomes, group))
+
+
+@over_scripts("grpo_advantages")
+@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
+def test_grpo_advantages(module, seed, kind):
+    outcomes, group, _ = flat(seed, kind)
+    close(module.grpo_advantages(*tensors(outcomes, group)), numpy_grpo(outcomes, group))
+
+
+@over_scripts("reinforce_pp_advantages")
+@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
+def test_reinforce_pp_advantages(module, seed, kind):
+    outcomes, group, step_traj = flat(seed, kind)
+    ours = module.reinforce_pp_advantages(*tensors(outcomes, group, step_traj))
+    close(ours, numpy_reinforce_pp(outcomes, group, step_traj))
+
+
+ESTIMATORS = ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages")
+EACH_ESTIMATOR = [(script, name) for name in ESTIMATORS for script in scripts_with(name)]
+
+
+def estimate(script, name, outcomes, group):
+    steps = [torch.arange(len(outcomes))] if name.startswith("reinforce") else []
+    return getattr(load(script), name)(outcomes, group, *steps)
+
+
+@pytest.mark.parametrize("script, name", EACH_ESTIMATOR)
+def test_nothing_to_compare_gives_zero(script, name):
+    alone, equal, group = torch.tensor([1.0]), torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1])
+    assert estimate(script, name, alone, torch.tensor([0])).tolist() == [0.0]
+    assert estimate(script, name, torch.tensor([1.0, 0.0]), torch.tensor([0, 1])).tolist() == [0.0, 0.0]
+    assert estimate(script, name, equal, group).abs().max() < 1e-6  # rounding may not be blown up to unit variance
+
+
+@pytest.mark.parametrize("script, name", EACH_ESTIMATOR)
+def test_a_constant_added_to_outcomes_changes_nothing(script, name):
+    outcomes, group, _ = flat(0, "scores")
+    outcomes, group = tensors(outcomes, group)
+    close(estimate(script, name, outcomes + 3, group), estimate(script, name, outcomes, group), 1e-4)
+
+
+@over_scripts("step_advantages")
+@pytest.mark.parametrize("seed, floor", product(SEEDS, (1e-6, 0.02, 3.0)))
+def test_step_advantages(module, seed, floor):
+    _, group, step_traj = flat(seed)
+    step_group = group[step_traj]
+    rewards = np.random.default_rng(seed).normal(scale=0.5, size=len(step_traj))
+    close(module.step_advantages(*tensors(rewards, step_group), floor), numpy_grpo(rewards, step_group, floor))
+
+
+@over_scripts("step_advantages")
+def test_step_advantages_of_equal_rewards_are_zero_not_noise(module):
+    group = torch.zeros(200, dtype=torch.long)
+    for value in (0.0, 0.1, -1 / 3):
+        assert module.step_advantages(torch.full((200,), value), group).abs().max() < 1e-6
+    noise = 1e-6 * torch.randn(200, generator=torch.manual_seed(0))
+    assert module.step_advantages(noise, group, 0.02).abs().max() < 1e-3  # what the floor is for
+    assert module.step_advantages(torch.tensor([0.4]), torch.tensor([0])).tolist() == [0.0]
+
+
+@over_scripts("episode_advantages")
+@pytest.mark.parametrize("estimator, seed, kind", product(("rloo", "grpo", "reinforce++"), SEEDS, ("binary", "scores")))
+def test_episode_advantages(module, estimator, seed, kind):
+    """An offending step sees an outcome lower by the penalty; means and stds are those of the outcomes themselves."""
+    outcomes, group, step_traj = flat(seed, kind)
+    invalid = np.random.default_rng(seed).random(len(step_traj)) < 0.3
+    centred = [outcomes[i] - mean([o for o, g in zip(outcomes, group) if g == group[i]]) for i in range(len(outcomes))]
+    batch_std, expected = std([centred[t] for t in step_traj]), []
+    for s, t in enumerate(step_traj):
+        seen = outcomes[t] - 0.1 * invalid[s]
+        mates = [outcomes[j] for j in range(len(outcomes)) if group[j] == group[t]]
+        others = [outcomes[j] for j in range(len(outcomes)) if group[j] == group[t] and j != t]
+        equal = max(mates) == min(mates)
+        if estimator == "rloo":
+            expected.append(seen - mean(others) if others else -0.1 * invalid[s])
+        elif estimator == "grpo":
+            expected.append(0.0 if equal else (seen - mean(mates)) / std(mates))
+        else:
+            expected.append((seen - mean(mates)) / batch_std)  # the scale is the batch's: equal groups have it too
+    batch = SimpleNamespace()
+    batch.outcomes, batch.group, batch.step_traj = tensors(outcomes, group, step_traj)
+    ours = module.episode_advantages(estimator, batch, torch.tensor(invalid), 0.1)
+    close(ours, expected, 1e-4)
+    assert (ours[torch.tensor(invalid)] < -0.01).any()
+
+
+@over_scripts("rloo_advantages", "main")
+def test_outcome_advantage_does_not_depend_on_the_script(module):
+    outcomes, group, _ = flat(1, "scores")
+    first = load(scripts_with("rloo_advantages", "main")[0])
+    args = tensors(outcomes, group)
+    assert torch.equal(module.rloo_advantages(*args), first.rloo_advantages(*args))
+
+
+# ------------ ratio and policy loss ------------
+
+
+@over_scripts("ratio_units")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ratio_units(module, seed):
+    rng = np.random.default_rng(seed)
+    logprobs, token_step = rng.normal(size=40), rng.permutation([*range(12), *rng.integers(0, 12, 28)])
+    of_step = [[logprobs[k] for k in range(40) if token_step[k] == s] for s in range(12)]
+    expected = {"token": logprobs, "step": [*map(sum, of_step)], "step-mean": [*map(mean, of_step)]}
+    for ratio, values in expected.items():
+        close(module.ratio_units(*tensors(logprobs, token_step), 12, ratio), values)
+
+
+@over_scripts("policy_loss")
+@pytest.mark.parametrize("seed, clip", product(SEEDS, (0.2, 0.05)))
+def test_policy_loss(module, seed, clip):
+    rng = np.random.default_rng(seed)
+    old, advantages = rng.normal(size=(2, 60))
+    new = old + rng.normal(scale=0.3, size=60)
+    terms, ratios, clipped, cases = [], [], [], set()
+    for n, o, a in zip(new, old, advantages):
+        rho = math.exp(n - o)
+        side = -1 if rho < 1 - clip else 1 if rho > 1 + clip else 0
+        bounded = {-1: 1 - clip, 0: rho, 1: 1 + clip}[side]
+        terms.append(min(rho * a, bounded * a))
+        ratios.append(rho)
+        clipped.append(float(side != 0))
+        cases.add((a > 0, side))
+    assert len(cases) == 6  # both signs of A, inside and beyond both sides of the interval
+    loss, stats = module.policy_loss(*tensors(new, old, advantages), clip)
+    close(loss, -mean(terms))
+    assert stats["ratio"] == pytest.approx(mean(ratios), rel=1e-5)
+    assert stats["clip_fraction"] == pytest.approx(mean(clipped), rel=1e-5)
+    assert stats["approx_kl"] == pytest.approx(mean([r - 1 - math.log(r) for r in ratios]), rel=1e-4)
+
+
+@over_scripts("policy_loss")
+@pytest.mark.parametrize(
+    "logratio, advantage, expected", [(0.5, 1, 0), (0.5, -1, 1), (-0.5, 1, -1), (-0.5, -1, 0), (0.1, 1, -1)]
+)
+def test_policy_loss_gradient_stops_only_where_the_clip_binds(module, logratio, advantage, expected):
+    """The sign of d loss / d logprob: 0 beyond the clip on the side that the advantage already pushed to."""
+    new = torch.tensor([logratio], requires_grad=True)
+    loss, _ = module.policy_loss(new, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
+    (gradient,) = torch.autograd.grad(loss, new)
+    assert gradient.sign().item() == expected

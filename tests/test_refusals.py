@@ -1,0 +1,95 @@
+"""Wrong input is refused before any model is loaded, in one line that names the flag."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import transformers
+from conftest import ROOT, TINY, TRAINERS, load
+
+NAMED = {  # the flag that the message names: the arguments that are wrong
+    "--model": [["--model", "no/such/directory"], ["--model", "/tmp"], ["--model", ""]],
+    "--group-size": [["--group-size", "1"], ["--group-size=0"]],
+    "--temperature": [["--temperature", "0"], ["--temperature=-1.0"]],
+    "--top-p": [["--top-p", "0.9"], ["--top-p", "1.1"]],
+    "--eval-tasks": [["--eval-tasks", "129"], ["--eval-tasks", "0"]],
+    "--runs-dir": [["--runs-dir", "a file/below/it"], ["--runs-dir", "a file"]],
+    "--max-context-tokens": [["--max-context-tokens", "1025"], ["--max-context-tokens", "0"]],
+    "--resume": [["--resume", "no/such/run"]],
+    "--iterations": [["--iterations", "0"]],
+    "--tasks-per-iteration": [["--tasks-per-iteration", "0"]],
+    "--learning-rate": [["--learning-rate=-0.5"]],
+    "--minibatches": [["--minibatches", "0"]],
+    "--history": [["--history=-1"]],
+    "--max-steps": [["--max-steps", "0"]],
+}
+CASES = [(flag, wrong) for flag, cases in NAMED.items() for wrong in cases]
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
+        monkeypatch.setattr(loader, "from_pretrained", refuse)
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    (tmp_path / "a file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("flag, wrong", CASES, ids=lambda case: " ".join(case) if isinstance(case, list) else "")
+def test_wrong_input_is_refused(script, flag, wrong, directory, no_models, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *wrong])
+    with pytest.raises(SystemExit) as stop:
+        load(script).main()
+    said = stop.value.code
+    assert isinstance(said, str) and flag in said and len(said.strip().splitlines()) == 1, said
+    assert wrong[-1].split("=")[-1] in said  # what was given, so that it can be seen
+    assert sorted(p.name for p in directory.rglob("*")) in (["a file"], ["a file", "runs"])  # no run is begun
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_right_input_is_not_refused(script, directory, no_models, monkeypatch):
+    """The tests above would pass if everything were refused: these arguments come as far as the model."""
+    edge = ["--group-size=2", "--eval-tasks=128", "--max-context-tokens=1024", "--model", str(TINY), "--engine", "hf"]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *edge])
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        load(script).main()
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_missing_vllm_is_named(script, directory, no_models, monkeypatch):
+    import envs.bookkeeping
+
+    monkeypatch.setattr(envs.bookkeeping, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--engine", "vllm"])
+    with pytest.raises(SystemExit, match="--engine vllm.*not installed"):
+        load(script).main()
+
+
+def test_directories_without_a_whole_model(directory, no_models, monkeypatch):
+    """A broken configuration is refused as a missing one is."""
+    broken = directory / "broken"
+    shutil.copytree(TINY, broken)
+    (broken / "config.json").write_text("{not json")
+    for script in TRAINERS:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", "--model", str(broken)])
+        with pytest.raises(SystemExit) as stop:
+            load(script).main()
+        assert "--model" in stop.value.code and len(stop.value.code.splitlines()) == 1
+
+
+def test_as_a_user_sees_it(tmp_path):
+    command = [sys.executable, "-W", "ignore", str(ROOT / f"{TRAINERS[0]}.py"), "--group-size", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("--group-size 1: ")
+    assert not list(tmp_path.iterdir())

