@@ -3,12 +3,14 @@
 Liu et al., arXiv 2509.19199. One outcome r_o per episode becomes a reward per step, and nobody labels a step. Symbols:
 o_1:t what the agent has seen, a_t its action (all tokens of one answer), pi_old the policy that played this iteration's
 episodes, pi_theta the policy in training, pi_phi the PRM.
+
     PRM, trajectory DPO   min_phi -E log sigmoid( beta * [L(tau+) - L(tau-)] ),  r_o(tau+) > r_o(tau-),
                           L(tau) = sum_t log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t)
     step reward           r_phi(o_1:t, a_t) = beta * (log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t))
     advantage             A(a_t) = A^E(tau) + alpha * A^S(a_t)
                           A^E: RLOO, GRPO or REINFORCE++ on outcomes; A^S: r_phi standardised over the group's steps
     policy                max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),  rho = pi_theta(a_t|.) / pi_old(a_t|.)
+
 Left out: KL to a reference, entropy bonus, dual clip; the paper's objective has none. Added, because naive settings
 collapse: --mixed-groups-only, --step-std-floor, --equal-length-pairs, --prm-drift-bound (README, "Guards").
 
@@ -252,9 +254,8 @@ def pair_log_ratios(step_log_ratios, step_traj, pairs, equal_length: bool, reduc
     first = lengths.cumsum(0) - lengths  # [N] a trajectory's first step
     sides = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)  # [P, 2]
     horizon = lengths[sides].amin(1, keepdim=True).expand(-1, 2) if equal_length else lengths[sides]  # [P, 2]
-    total = torch.nn.functional.pad(
-        step_log_ratios.double().cumsum(0), (1, 0)
-    )  # [S+1], float64: differences of long sums follow
+    total = step_log_ratios.double().cumsum(0)  # [S], float64: differences of long sums follow
+    total = torch.cat([total.new_zeros(1), total])  # [S+1]
     sums = total[first[sides] + horizon] - total[first[sides]]  # [P, 2]
     return (sums / horizon if reduce == "mean" else sums).flatten(), [(2 * p, 2 * p + 1) for p in range(len(pairs))]
 
@@ -298,9 +299,8 @@ def prm_update(prm, optimizer, batch: Batch, old_logprobs: torch.Tensor, pairs: 
     (weights,) = torch.autograd.grad(loss + excess, log_ratios)  # [S]
     optimizer.zero_grad()
     felt = [i for i, (_, _, places) in enumerate(batch.sequences) if weights[batch.token_step[places]].any()]
-    for sequences, places in tqdm(
-        micro_batches(batch, args.micro_batch_tokens, felt), "PRM", leave=False, disable=None
-    ):
+    micro = micro_batches(batch, args.micro_batch_tokens, felt)
+    for sequences, places in tqdm(micro, "PRM", leave=False, disable=None):
         logprobs = action_logprobs(prm, sequences, args)
         (logprobs * weights[batch.token_step[places]].to(logprobs.device)).sum().backward()
     norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)

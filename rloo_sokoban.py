@@ -3,8 +3,10 @@
 Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the same credit:
 its outcome r_o against those of the group's others. Symbols: o_1:t what the agent has seen, a_t its action (all tokens
 of one answer), pi_old the policy that played this iteration's episodes, pi_theta the policy in training.
+
     advantage             A(a_t) = A(tau_i) = r_o(tau_i) - mean of r_o(tau_j) over the group's others j
     policy                max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),  rho = pi_theta / pi_old of each token
+
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. The two files differ by the step reward.
 
     python rloo_sokoban.py                                         # the tiny model on 2 CPU cores, minutes
