@@ -98,10 +98,10 @@ class Args:
     prm_reduce: Literal["sum", "mean"] = "sum"  # a trajectory's log ratios over steps; the paper: sum, its code: mean
     pair_margin: float = 0.0  # a pair's outcomes differ by more than this
     mixed_groups_only: bool = True  # A^S only in groups of both outcomes: alone it kept moving collapsed policies
-    step_std_floor: float = 0.05  # under the std of a group's step rewards: an uninformed PRM must not become noise
+    step_std_floor: float = 0.1  # under the std of a group's step rewards: an uninformed PRM must not become noise
     equal_length_pairs: bool = True  # compare first min(T+, T-) steps: failures are longest, length alone would rank
-    prm_drift_bound: float = 1.0  # a step's |log pi_phi - log pi_old| [nats] beyond this costs its square
-    prm_weight_decay: float = 0.1  # AdamW's, on the adapter: pulls the PRM back to the initial model
+    prm_drift_bound: float = 0.3  # a step's |log pi_phi - log pi_old| [nats] beyond this costs its square
+    prm_weight_decay: float = 0.01  # AdamW's, on the adapter: pulls the PRM back to the initial model
 
 
 # === block: data ===

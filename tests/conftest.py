@@ -84,6 +84,6 @@ def settings(**changes) -> SimpleNamespace:
 def run_script(script: str, *flags, cwd, check: bool = True, environment=None) -> subprocess.CompletedProcess:
     """A script of the repository's root in a process of its own, as a user starts it."""
     command = [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment or os.environ, timeout=900)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment or os.environ, timeout=1800)
     assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done
