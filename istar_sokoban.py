@@ -60,7 +60,7 @@ class Args:
     # === block: args ===
     engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (generate); auto: vllm if installed
     seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
-    iterations: int = 80  # rounds of rollout and update
+    iterations: int = 60  # rounds of rollout and update
     tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
     group_size: int = 8  # trajectories of one task (G in the paper)
     history: int = 0  # turns of the past that a step sees; 0: all, as the formula o_1:t has it (the published runs: 2)
@@ -89,7 +89,7 @@ class Args:
     learning_rate: float = 1e-3  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
     ratio: Literal["step", "step-mean", "token"] = "step"  # of a step's tokens (paper), their mean (GSPO), each (PPO)
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # of the episode advantage A^E: iStar plugs into each
-    alpha: float = 0.5  # weight of the step advantage A^S (the paper: 1)
+    alpha: float = 0.1  # weight of the step advantage A^S (the paper: 1)
     beta: float = 0.05  # scale of the PRM's rewards and of its DPO loss; 0: the PRM does not learn, step rewards are 0
     prm_learning_rate: float = 1e-3  # of the PRM's adapter (AdamW); the paper has 1e-6 for 7B
     prm_lora_rank: int = 16  # rank of the PRM's adapter
@@ -282,6 +282,7 @@ def episode_advantages(estimator: str, batch: Batch, invalid: torch.Tensor, pena
     for g in group.unique():
         r, a = outcomes[group == g], advantages[group == g]
         slope[group == g] = (a.max() - a.min()) / (r.max() - r.min()) if r.max() > r.min() else 0.0
+    slope = slope if grpo else slope.max().expand(len(slope))  # of REINFORCE++ one for the batch, equal groups too
     return advantages[step_traj] - penalty * slope[step_traj] * invalid
 
 
@@ -560,7 +561,10 @@ class VllmEngine:
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    env = Sokoban(args.num_boxes, args.room_size, args.max_steps)
+    try:
+        env = Sokoban(args.num_boxes, args.room_size, args.max_steps)
+    except ValueError as error:
+        sys.exit(str(error))
     # === block: setup ===
     path, device, name = check(args, env), "cuda" if torch.cuda.is_available() else "cpu", Path(sys.argv[0]).stem
     new = Path(args.runs_dir, args.run_name or f"{name}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

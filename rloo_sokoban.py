@@ -55,7 +55,7 @@ class Args:
     # === block: args ===
     engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (generate); auto: vllm if installed
     seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
-    iterations: int = 80  # rounds of rollout and update
+    iterations: int = 60  # rounds of rollout and update
     tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
     group_size: int = 8  # trajectories of one task (G in the paper)
     history: int = 0  # turns of the past that a step sees; 0: all, as the formula o_1:t has it (the published runs: 2)
@@ -421,7 +421,10 @@ class VllmEngine:
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    env = Sokoban(args.num_boxes, args.room_size, args.max_steps)
+    try:
+        env = Sokoban(args.num_boxes, args.room_size, args.max_steps)
+    except ValueError as error:
+        sys.exit(str(error))
     # === block: setup ===
     path, device, name = check(args, env), "cuda" if torch.cuda.is_available() else "cpu", Path(sys.argv[0]).stem
     new = Path(args.runs_dir, args.run_name or f"{name}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

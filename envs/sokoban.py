@@ -183,8 +183,8 @@ class Sokoban:
     train_tasks = range(EVAL_TASKS, EVAL_TASKS + TRAIN_TASKS)
 
     def __init__(self, num_boxes: int = 1, size: int = 6, max_steps: int = 15):
-        if size < 5 or num_boxes < 1 or max_steps < 1:
-            raise ValueError(f"no such rooms: size {size} (at least 5), {num_boxes} boxes, {max_steps} steps")
+        if size < 5 or num_boxes < 1:
+            raise ValueError(f"--room-size {size} --num-boxes {num_boxes}: a room has a side of at least 5 and a box")
         self.num_boxes, self.size, self.max_steps = num_boxes, size, max_steps
         self.name = f"sokoban {size}x{size}, {num_boxes} box{'es' * (num_boxes > 1)}, {max_steps} steps"
 

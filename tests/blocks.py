@@ -20,13 +20,13 @@ from pathlib import Path
 ALGORITHMS = ("istar", "rloo", "grpo", "reinforce_pp", "gigpo", "prime", "ppo")
 MAX_LINES = 700
 CORE = ("imports", "args", "data", "rollout", "core", "setup", "start", "update")
-REQUIRED = {  # pattern of the file's name: blocks it must hold
-    **{f"{algorithm}_*.py": CORE for algorithm in ALGORITHMS},
-    "*_sokoban.py": ("sokoban args",),
-    "istar_*.py": ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "istar"),
-    "rloo_*.py": ("rloo_advantages",),
-    "warm_start.py": ("data", "rollout"),
-}
+REQUIRED = (  # (pattern of the file's name, blocks it must hold)
+    *((f"{algorithm}_*.py", CORE) for algorithm in ALGORITHMS),
+    ("*_sokoban.py", ("sokoban args",)),
+    ("istar_*.py", ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "istar")),
+    ("rloo_*.py", ("rloo_advantages",)),
+    ("warm_start.py", ("data", "rollout")),
+)
 START, END = re.compile(r"\s*# === block: (.+) ===\n"), re.compile(r"\s*# === end block ===\n?")
 
 
@@ -39,7 +39,7 @@ def scripts(root: Path) -> list[Path]:
 def split(path: Path) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:
     """(lines, {block: (first line, line after the last)}, faults) of a script; the marks belong to no block."""
     lines, blocks, faults, name, start = path.read_text().splitlines(keepends=True), {}, [], None, 0
-    known = {block for names in REQUIRED.values() for block in names}
+    known = {block for _, names in REQUIRED for block in names}
     for number, line in enumerate(lines):
         opening = START.fullmatch(line)
         if opening and name:
@@ -65,7 +65,7 @@ def check(root: Path) -> tuple[list[str], list[str]]:
     for path in scripts(root):
         lines, blocks, found = split(path)
         faults += found
-        for pattern, names in REQUIRED.items():
+        for pattern, names in REQUIRED:
             if fnmatch.fnmatch(path.name, pattern):
                 faults += [f"{path.name}: block '{name}' is missing" for name in names if name not in blocks]
         for name, (start, end) in blocks.items():

@@ -23,8 +23,8 @@ ALWAYS = """train/success train/score train/return train/episode_steps train/val
 policy/clip_fraction policy/approx_kl policy/ratio policy/grad_norm policy/engine_gap time/rollout time/logprobs
 time/update time/sync time/total tokens/rollout tokens/trained iteration""".split()
 PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
-SMALL = "--tasks-per-iteration 2 --group-size 4 --max-steps 4 --eval-tasks 4 --eval-samples 1 --eval-every 2 --seed 5"
-TASKS, GROUP, STEPS = 2, 4, 4
+SMALL = "--tasks-per-iteration 6 --group-size 4 --max-steps 4 --eval-tasks 4 --eval-samples 1 --eval-every 2 --seed 5"
+TASKS, GROUP, STEPS = 6, 4, 4
 ISTAR = [script for script in TRAINERS if script.startswith("istar_")]
 VLLM = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
 
