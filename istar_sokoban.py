@@ -465,7 +465,7 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
     """`minibatches` optimiser steps, each on a random share of the trajectories; old_logprobs [K], advantages [S]. The
     gradient is summed over micro-batches, weighted by their numbers of ratios: it equals that of one large batch."""
     names, count, traj_of = ("loss", "clip_fraction", "approx_kl", "ratio"), 0, batch.step_traj[batch.token_step]  # [K]
-    totals = {f"policy/{name}": 0.0 for name in names}
+    totals, norms = {f"policy/{name}": 0.0 for name in names}, []
     shares = torch.randperm(len(batch.outcomes)).chunk(args.minibatches)
     for share in tqdm(shares, "update", leave=False, disable=None):
         tokens = torch.isin(traj_of, share)  # [K]
@@ -484,9 +484,10 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
             count += len(new)
             for key, value in {"loss": loss.item(), **stats}.items():
                 totals[f"policy/{key}"] += value * len(new)
-        norm = torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm)
+        norms.append(torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], args.max_grad_norm).item())
         optimizer.step()
-    return {key: total / max(count, 1) for key, total in totals.items()} | {"policy/grad_norm": norm.item()}
+    means = {key: total / max(count, 1) for key, total in totals.items()}
+    return means | {"policy/grad_norm": sum(norms) / len(norms)}
 
 
 def add_adapter(model, name: str, rank: int) -> PeftModel:

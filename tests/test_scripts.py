@@ -111,7 +111,7 @@ def assert_whole(run, script, iterations=2):
 def test_every_script_runs_and_leaves_a_whole_run(play, script):
     run, done = first_run(play, script)
     assert_whole(run, script)
-    assert "parameters, engine hf" in done.stdout and "an iteration: 8 episodes" in done.stdout
+    assert "parameters, engine hf" in done.stdout and f"an iteration: {TASKS * GROUP} episodes" in done.stdout
     table = done.stdout.split("standard error")[1].splitlines()[1:]
     assert [line.split()[0] for line in table if line.strip()] == ["0", "2"]  # success before and after
     if script in ISTAR:
