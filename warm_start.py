@@ -362,6 +362,7 @@ def main():
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
     engine = HfEngine("", chat.stop_ids, args)
+    engine.load(model)
     trajectories = [lay_out(chat, demonstration) for demonstration in demonstrations]
     trajectories = [t for t in trajectories if len(t.token_ids) <= args.max_context_tokens]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -384,7 +385,6 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if update >= args.min_updates and update % args.eval_every == 0:
-            engine.load(model)
             torch.manual_seed(args.seed + update)
             played = describe(rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out"), "eval")
             success = played["eval/success"]
