@@ -4,7 +4,8 @@
         --command "istar_sokoban.py" --command "rloo_sokoban.py"
 
 Every command runs once for each seed, `--jobs` at a time, each bound to its share of the cores (on 2 cores with
---jobs 2 a run has one core, and is slower than a user's). What comes out, under benchmarks/results/:
+--jobs 2 a run has one core, and is slower than a user's). A run that came to its end is not run again: delete it from
+--runs-dir for that. What comes out, under benchmarks/results/:
 NAME.md     the table: success on the panel before and after, its lowest after iteration 10, minutes
 NAME.png    success on the panel against minutes of training, a line per seed
 NAME.jsonl  every evaluation, with the command and the seed: the table and the picture are made of it
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +31,21 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+def rows_of(path: Path) -> list[dict]:
+    """The rows of metrics.jsonl of a run; none where it never began."""
+    metrics = path / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
 def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict]:
-    """The rows of metrics.jsonl of one run; its terminal output goes to a file beside it."""
+    """The rows of one run, finished before or run now; its terminal output goes to a file beside it."""
     name = "".join(c if c.isalnum() else "-" for c in f"{command} {seed}")
     environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": str(len(cores))}
     arguments = [*shlex.split(command), "--seed", str(seed), "--runs-dir", str(directory), "--run-name", name]
+    if rows := rows_of(directory / name):
+        if rows[-1]["iteration"] == json.loads((directory / name / "args.json").read_text())["iterations"]:
+            return rows
+        shutil.rmtree(directory / name)
     with (directory / f"{name}.log").open("w") as log:
         subprocess.run(
             [sys.executable, *arguments],
@@ -44,8 +56,7 @@ def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
             check=False,
         )
-    metrics = directory / name / "metrics.jsonl"
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return rows_of(directory / name)
 
 
 def table(evaluations: list[dict]) -> str:
