@@ -60,7 +60,7 @@ class Args:
     # === block: args ===
     engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (generate); auto: vllm if installed
     seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
-    iterations: int = 60  # rounds of rollout and update
+    iterations: int = 80  # rounds of rollout and update
     tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
     group_size: int = 8  # trajectories of one task (G in the paper)
     history: int = 0  # turns of the past that a step sees; 0: all, as the formula o_1:t has it (the published runs: 2)
@@ -68,6 +68,7 @@ class Args:
     top_p: float = 1.0  # stays 1: the gradient is that of the full softmax, so sampling must be too
     clip: float = 0.2  # half width of the ratio's interval (eps)
     minibatches: int = 2  # optimiser steps of the policy in an iteration, each on its share of the trajectories
+    lr_halving: float = 40.0  # iterations until the policy's learning rate has halved: lr / (1 + t / this); inf: never
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm, policy and PRM alike
     invalid_penalty: float = 0.1  # taken off the outcome that a step with an invalid answer sees
     engine_correction: float = 0.0  # cap of truncated importance sampling, pi_old(trainer) / pi_old(engine); 0: off
@@ -189,10 +190,10 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score_tokens(model, batch: Batch, args, label: str) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time."""
-    logprobs = torch.zeros(len(batch.token_step))
-    for sequences, places in tqdm(micro_batches(batch, args.micro_batch_tokens), label, leave=False, disable=None):
+def score_tokens(model, batch: Batch, args, label: str, members: list[int] | None = None) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time; 0 where a sequence is no member."""
+    logprobs, micro = torch.zeros(len(batch.token_step)), micro_batches(batch, args.micro_batch_tokens, members)
+    for sequences, places in tqdm(micro, label, leave=False, disable=None):
         logprobs[places] = action_logprobs(model, sequences, args).cpu()
     return logprobs
     # === end block ===
@@ -227,6 +228,17 @@ def reinforce_pp_advantages(outcomes: torch.Tensor, group: torch.Tensor, step_tr
     centred = outcomes - same @ outcomes / same.sum(1)
     std = centred[step_traj].std() if len(step_traj) > 1 else centred.new_zeros(())
     return centred / std if std > 1e-6 else torch.zeros_like(centred)
+    # === end block ===
+
+
+# === block: outcome_slope ===
+def outcome_slope(outcomes: torch.Tensor, advantages: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """d A / d r of each group with its statistics held, [N]: A is linear in r. Outcomes all equal: 0."""
+    slope = torch.zeros_like(outcomes)
+    for g in group.unique():
+        r, a = outcomes[group == g], advantages[group == g]
+        slope[group == g] = (a.max() - a.min()) / (r.max() - r.min()) if r.max() > r.min() else 0.0
+    return slope
     # === end block ===
 
 
@@ -278,10 +290,7 @@ def episode_advantages(estimator: str, batch: Batch, invalid: torch.Tensor, pena
         return rloo_advantages(outcomes, group)[step_traj] - penalty * invalid
     grpo = estimator == "grpo"
     advantages = grpo_advantages(outcomes, group) if grpo else reinforce_pp_advantages(outcomes, group, step_traj)
-    slope = torch.zeros_like(outcomes)  # [N] d A / d r with the statistics held: A is linear in r
-    for g in group.unique():
-        r, a = outcomes[group == g], advantages[group == g]
-        slope[group == g] = (a.max() - a.min()) / (r.max() - r.min()) if r.max() > r.min() else 0.0
+    slope = outcome_slope(outcomes, advantages, group)
     slope = slope if grpo else slope.max().expand(len(slope))  # of REINFORCE++ one for the batch, equal groups too
     return advantages[step_traj] - penalty * slope[step_traj] * invalid
 
@@ -290,9 +299,12 @@ def prm_update(prm, optimizer, batch: Batch, old_logprobs: torch.Tensor, pairs: 
     """One optimiser step of trajectory DPO over all pairs, exact at one forward and backward per trajectory.
 
     A first pass without gradients gives log ratios; the derivative of the loss with respect to each step's is a weight;
-    a second pass back-propagates weight * log-probability, micro-batch by micro-batch. old_logprobs [K]. The numbers
-    returned are those before the step: on episodes that the PRM has not learnt from."""
-    log_ratios = score_tokens(prm, batch, args, "PRM, first pass") - old_logprobs  # [K]
+    a second pass back-propagates weight * log-probability, micro-batch by micro-batch. Trajectories that stand in no
+    pair are left out. old_logprobs [K]. The numbers returned are those before the step: on episodes that the PRM has
+    not learnt from."""
+    compared = torch.isin(batch.step_traj, torch.tensor(pairs))[batch.token_step]  # [K]
+    members = [i for i, (_, _, places) in enumerate(batch.sequences) if compared[places].any()]
+    log_ratios = (score_tokens(prm, batch, args, "PRM, first pass", members) - old_logprobs) * compared  # [K]
     log_ratios = ratio_units(log_ratios, batch.token_step, len(batch.step_traj), "step").requires_grad_()  # [S]
     sides, side_pairs = pair_log_ratios(log_ratios, batch.step_traj, pairs, args.equal_length_pairs, args.prm_reduce)
     loss = dpo_loss(sides, side_pairs, args.beta)
@@ -653,6 +665,7 @@ def main():
             if args.engine_correction:
                 weight = ratio_units(gap, batch.token_step, len(steps), "step").exp()  # [S]
                 advantages = advantages * weight.clamp(max=args.engine_correction)
+            optimizer.param_groups[0]["lr"] = args.learning_rate / (1 + (iteration - 1) / args.lr_halving)
             row |= policy_update(activate(policy, "policy"), optimizer, batch, old_logprobs, advantages, args)
             laps["update"] = time.perf_counter()
             engine.load(policy)

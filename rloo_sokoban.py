@@ -55,7 +55,7 @@ class Args:
     # === block: args ===
     engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (generate); auto: vllm if installed
     seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
-    iterations: int = 60  # rounds of rollout and update
+    iterations: int = 80  # rounds of rollout and update
     tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
     group_size: int = 8  # trajectories of one task (G in the paper)
     history: int = 0  # turns of the past that a step sees; 0: all, as the formula o_1:t has it (the published runs: 2)
@@ -63,6 +63,7 @@ class Args:
     top_p: float = 1.0  # stays 1: the gradient is that of the full softmax, so sampling must be too
     clip: float = 0.2  # half width of the ratio's interval (eps)
     minibatches: int = 2  # optimiser steps of the policy in an iteration, each on its share of the trajectories
+    lr_halving: float = 40.0  # iterations until the policy's learning rate has halved: lr / (1 + t / this); inf: never
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm, policy and PRM alike
     invalid_penalty: float = 0.1  # taken off the outcome that a step with an invalid answer sees
     engine_correction: float = 0.0  # cap of truncated importance sampling, pi_old(trainer) / pi_old(engine); 0: off
@@ -170,10 +171,10 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score_tokens(model, batch: Batch, args, label: str) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time."""
-    logprobs = torch.zeros(len(batch.token_step))
-    for sequences, places in tqdm(micro_batches(batch, args.micro_batch_tokens), label, leave=False, disable=None):
+def score_tokens(model, batch: Batch, args, label: str, members: list[int] | None = None) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time; 0 where a sequence is no member."""
+    logprobs, micro = torch.zeros(len(batch.token_step)), micro_batches(batch, args.micro_batch_tokens, members)
+    for sequences, places in tqdm(micro, label, leave=False, disable=None):
         logprobs[places] = action_logprobs(model, sequences, args).cpu()
     return logprobs
     # === end block ===
@@ -486,6 +487,7 @@ def main():
             if args.engine_correction:
                 weight = ratio_units(gap, batch.token_step, len(steps), "step").exp()  # [S]
                 advantages = advantages * weight.clamp(max=args.engine_correction)
+            optimizer.param_groups[0]["lr"] = args.learning_rate / (1 + (iteration - 1) / args.lr_halving)
             row |= policy_update(activate(policy, "policy"), optimizer, batch, old_logprobs, advantages, args)
             laps["update"] = time.perf_counter()
             engine.load(policy)

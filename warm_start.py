@@ -6,9 +6,9 @@ The expert plays training tasks, and with probability --noise it takes a random 
 states off the best path, and the clone knows all moves but prefers the best one only a little. Without --model the
 policy is made from nothing: a byte-level BPE tokenizer trained on the demonstrations, with a ChatML template, and a
 small Qwen3. Training stops when success on held-out training tasks reaches --target; the panel is looked at once, at
-the end.
+the end. The README has the commands that made models/tiny-sokoban and models/tiny-webshop.
 
-    python warm_start.py --out models/tiny-sokoban                          # made the model that ships with the scripts
+    python warm_start.py --out models/tiny-sokoban
     python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm --learning-rate 1e-5
 """
 
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -37,20 +38,25 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-import envs.sokoban
-
-# tags, phrases, digits and pieces of three grid cells: the units inside which byte pairs are merged
-UNITS = r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|[#_A-Z*]{1,3}\n?| ?[0-9]| ?[A-Z]|\s+|[^\s\w]+|."
+# the units inside which byte pairs are merged: what has to be copied or compared is the same token wherever it stands
+UNITS = {
+    # tags, phrases, pieces of three grid cells, digits
+    "sokoban": r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|[#_A-Z*]{1,3}\n?| ?[0-9]| ?[A-Z]|\s+|[^\s\w]+|.",
+    # tags with the action's name, what separates actions and texts, words, asins, numbers in pairs of digits
+    "webshop": r"(?:</?[a-z]+>)+(?:(?:click|search)\[)?|\](?: click\[|</action>)?| \[SEP\] "
+    r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
+}
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HELD_OUT = 256  # the last training tasks: never demonstrated, they tell when to stop
+PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 
 
 @dataclass
 class Args:
-    environment: Literal["sokoban"] = "sokoban"  # whose expert is cloned
+    environment: Literal["sokoban", "webshop"] = "sokoban"  # whose expert is cloned
     model: str = ""  # the policy to start from, a directory in Hugging Face format or a hub name; empty: from nothing
     out: str = "models/new"  # where the policy goes
     target: float = 0.3  # stop at this success on held-out tasks, at --eval-temperature
@@ -58,6 +64,7 @@ class Args:
     max_updates: int = 4000  # give up after so many
     demonstrations: int = 5000  # episodes of the expert
     noise: float = 0.85  # probability of a random action in a demonstration
+    observation_weight: float = 0.0  # of the environment's tokens in the loss: pages that repeat teach to copy
     batch_size: int = 64  # episodes per update
     learning_rate: float = 3e-3  # of AdamW, constant; 1e-5 suits a pretrained model
     eval_every: int = 20  # updates from one look at the held-out tasks to the next
@@ -161,10 +168,10 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score_tokens(model, batch: Batch, args, label: str) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time."""
-    logprobs = torch.zeros(len(batch.token_step))
-    for sequences, places in tqdm(micro_batches(batch, args.micro_batch_tokens), label, leave=False, disable=None):
+def score_tokens(model, batch: Batch, args, label: str, members: list[int] | None = None) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time; 0 where a sequence is no member."""
+    logprobs, micro = torch.zeros(len(batch.token_step)), micro_batches(batch, args.micro_batch_tokens, members)
+    for sequences, places in tqdm(micro, label, leave=False, disable=None):
         logprobs[places] = action_logprobs(model, sequences, args).cpu()
     return logprobs
     # === end block ===
@@ -294,11 +301,11 @@ def demonstrate(env, expert, args) -> list[tuple[str, list[tuple[str, str]]]]:
     return demonstrations
 
 
-def new_tokenizer(demonstrations: list, vocabulary: int) -> PreTrainedTokenizerFast:
+def new_tokenizer(demonstrations: list, units: str, vocabulary: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE of the demonstrations' text: whatever is written round-trips, what is common is one token."""
     tokenizer = Tokenizer(models.BPE())
-    units = pre_tokenizers.Split(Regex(UNITS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([units, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    split = pre_tokenizers.Split(Regex(units), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     texts = [text for prompt, turns in demonstrations for text in (prompt, *(t for turn in turns for t in turn))]
     trainer = trainers.BpeTrainer(
@@ -347,17 +354,28 @@ def lay_out(chat, demonstration) -> Trajectory:
     return t
 
 
+def cloning_loss(model, sequences: list, args) -> torch.Tensor:
+    """Sum of -log pi over the tokens of the answers, and over the environment's, these times --observation-weight."""
+    if not args.observation_weight:
+        return -action_logprobs(model, sequences, args).sum()
+    every = [(ids, torch.zeros_like(steps)) for ids, steps, _ in sequences]  # as if each token were an answer's
+    weights = torch.cat([torch.where(steps[1:] >= 0, 1.0, args.observation_weight) for _, steps, _ in sequences])
+    logprobs = action_logprobs(model, every, args)
+    return -(logprobs * weights.to(logprobs.device)).sum()
+
+
 def main():
     args = tyro.cli(Args, description=__doc__)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    env, expert = {"sokoban": (envs.sokoban.Sokoban(max_steps=args.max_steps), envs.sokoban.expert)}[args.environment]
-    demonstrations = demonstrate(env, expert, args)
+    world = import_module(f"envs.{args.environment}")
+    env = getattr(world, {"sokoban": "Sokoban", "webshop": "WebShop"}[args.environment])(max_steps=args.max_steps)
+    demonstrations = demonstrate(env, world.expert, args)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:
-        tokenizer = new_tokenizer(demonstrations, args.vocabulary)
+        tokenizer = new_tokenizer(demonstrations, UNITS[args.environment], args.vocabulary)
         model = new_model(tokenizer, args)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
@@ -371,14 +389,14 @@ def main():
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     held_out, order, success, begin = list(env.train_tasks[-HELD_OUT:]), iter(()), 0.0, time.time()
-    for update in range(1, args.max_updates + 1):
+    for update in tqdm(range(1, args.max_updates + 1), "updates", disable=None):
         if len(chosen := list(islice(order, args.batch_size))) < args.batch_size:
             order = iter(torch.randperm(len(trajectories)).tolist())
             chosen = list(islice(order, args.batch_size))
         batch = flatten([trajectories[i] for i in chosen])
         loss, optimizer.param_groups[0]["lr"] = 0.0, args.learning_rate * min(1.0, update / 20)
         for sequences, _ in micro_batches(batch, args.micro_batch_tokens):
-            part = -action_logprobs(model, sequences, args).sum() / len(batch.token_step)
+            part = cloning_loss(model, sequences, args) / len(batch.token_step)
             part.backward()
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -389,12 +407,12 @@ def main():
             played = describe(rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out"), "eval")
             success = played["eval/success"]
             seconds = time.time() - begin
-            print(f"{update:5} updates  {seconds:5.0f} s  loss {loss:.3f}  success {success:.3f}", flush=True)
+            tqdm.write(f"{update:5} updates  {seconds:5.0f} s  loss {loss:.3f}  success {success:.3f}")
             if success >= args.target:
                 break
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
-    panel = [task for task in env.eval_tasks for _ in range(2)]
+    panel = [task for task in env.eval_tasks[:PANEL] for _ in range(2)]
     played = describe(rollout(env, engine, chat, panel, args, args.eval_temperature, "evaluation"), "eval")
     reached = f"success {played['eval/success']:.3f} +- {played['eval/success_error']:.3f} on the evaluation panel"
     print(f"{args.out}: {reached}")

@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 
 POSITIVE = (
     "iterations tasks_per_iteration max_steps max_action_tokens max_context_tokens minibatches micro_batch_tokens "
-    "eval_every eval_tasks eval_samples save_every engine_memory prm_lora_rank prm_steps"
+    "eval_every eval_tasks eval_samples save_every engine_memory lr_halving prm_lora_rank prm_steps"
 ).split()
 NOT_NEGATIVE = (
     "history policy_lora_rank eval_temperature engine_correction learning_rate prm_learning_rate beta".split()

@@ -379,17 +379,18 @@ class WebShop:
 
     data: None is our own shop, a directory holds the three published files, "hub" fetches them. Tasks 0 to 499 are the
     evaluation panel and the rest trains, as the original splits; of fewer than 1,000 goals the first half evaluates.
-    human_goals: people's instructions, else the synthetic ones. Raises DataError for data that cannot be used.
+    human_goals: people's instructions, else the synthetic ones. outcome: what a purchase rewards, its score (0..1) or
+    its success (1.0 for the score 1.0, else 0.0). Raises DataError for data that cannot be used.
     """
 
-    def __init__(self, data=None, num_products=None, seed=0, max_steps=10, human_goals=True):
-        if max_steps < 1:
-            raise ValueError(f"an episode of {max_steps} steps")
+    def __init__(self, data=None, num_products=None, seed=0, max_steps=10, human_goals=True, outcome="score"):
+        if max_steps < 1 or outcome not in ("score", "success"):
+            raise ValueError(f"--max-steps {max_steps} --outcome {outcome}: at least 1; score or success")
         self.catalog = load_catalog(fetch_hub() if data == "hub" else data, num_products, seed)
         self.goals = make_goals(self.catalog, human_goals, seed)
         if len(self.goals) < 2:
             raise DataError(f"{len(self.goals)} goals from {len(self.catalog.products)} products: nothing to split")
-        self.max_steps = max_steps
+        self.max_steps, self.outcome = max_steps, outcome
         self.eval_tasks = range(min(EVAL_TASKS, len(self.goals) // 2))
         self.train_tasks = range(len(self.eval_tasks), len(self.goals))
         tagged = self.catalog.products if len(self.catalog.products) <= TAGGED_AT_ONCE else self.goals
@@ -402,16 +403,16 @@ class WebShop:
     def reset(self, task: int) -> "Episode":
         if task not in self.eval_tasks and task not in self.train_tasks:
             raise IndexError(f"webshop has the tasks 0 to {len(self.goals) - 1}, not {task}")
-        return Episode(Session(self.catalog, self.goals[task]), self.max_steps)
+        return Episode(Session(self.catalog, self.goals[task]), self.max_steps, self.outcome)
 
 
 class Episode:
     """One shopping trip. `prompt` is the first user message; `step` takes the model's whole response."""
 
-    __slots__ = ("session", "max_steps", "steps", "done", "prompt")
+    __slots__ = ("session", "max_steps", "outcome", "steps", "done", "prompt")
 
-    def __init__(self, session, max_steps):
-        self.session, self.max_steps = session, max_steps
+    def __init__(self, session, max_steps, outcome="score"):
+        self.session, self.max_steps, self.outcome = session, max_steps, outcome
         self.steps, self.done = 0, False
         self.prompt = f"{RULES}\nInstruction: {session.goal['instruction_text']}\n{self.text()}"
 
@@ -442,7 +443,7 @@ class Episode:
     def step(self, text: str) -> tuple[str, float, bool, dict]:
         """Play a response; anything but a thought and one action the page allows is invalid: time passes, that is all.
 
-        Returns (observation, reward, done, info): reward is the purchase's score, 0..1, else 0.0. info holds valid,
+        Returns (observation, reward, done, info): reward is the purchase's outcome, 0..1, else 0.0. info holds valid,
         success (score 1.0), score, anchor (the page without the instruction), step_reward (the original's reward of
         this step) and progress (0.0: this world has no distance to the goal). Raises RuntimeError after the end of the
         episode, whatever the text; never for the text itself.
@@ -465,7 +466,7 @@ class Episode:
             "progress": 0.0,
         }
         observation = self.text() if fault is None else f"Invalid action: {fault}.\n{self.text()}"
-        return observation, score, self.done, info
+        return observation, float(info["success"]) if self.outcome == "success" else score, self.done, info
 
 
 def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = None):

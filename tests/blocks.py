@@ -23,8 +23,10 @@ CORE = ("imports", "args", "data", "rollout", "core", "setup", "start", "update"
 REQUIRED = (  # (pattern of the file's name, blocks it must hold)
     *((f"{algorithm}_*.py", CORE) for algorithm in ALGORITHMS),
     ("*_sokoban.py", ("sokoban args",)),
-    ("istar_*.py", ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "istar")),
+    ("*_webshop.py", ("webshop args",)),
+    ("istar_*.py", ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "outcome_slope", "istar")),
     ("rloo_*.py", ("rloo_advantages",)),
+    ("grpo_*.py", ("grpo_advantages", "outcome_slope")),
     ("warm_start.py", ("data", "rollout")),
 )
 START, END = re.compile(r"\s*# === block: (.+) ===\n"), re.compile(r"\s*# === end block ===\n?")

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import random
 import re
@@ -30,6 +31,25 @@ def scripts_with(*names: str) -> list[str]:
 
 
 TRAINERS = scripts_with("policy_update", "main")
+PANEL = {"sokoban": 128, "webshop": 500}  # evaluation tasks of an environment
+
+
+def environment(script: str) -> str:
+    return script.rsplit("_", 1)[1]
+
+
+def default_model(script: str) -> Path:
+    """What --model is where it is not given."""
+    return ROOT / "models" / f"tiny-{environment(script)}"
+
+
+# Scripts that can be started with no flag; a model that is not made yet leaves its scripts to the tests of formulas.
+READY = [script for script in TRAINERS if default_model(script).is_dir()]
+
+
+def positions(script: str) -> int:
+    """The longest sequence that the script's default model was made for."""
+    return json.loads((default_model(script) / "config.json").read_text())["max_position_embeddings"]
 
 
 @functools.cache
@@ -81,9 +101,9 @@ def settings(**changes) -> SimpleNamespace:
     return SimpleNamespace(**defaults | changes)
 
 
-def run_script(script: str, *flags, cwd, check: bool = True, environment=None) -> subprocess.CompletedProcess:
+def run_script(script: str, *flags, cwd, check: bool = True) -> subprocess.CompletedProcess:
     """A script of the repository's root in a process of its own, as a user starts it."""
     command = [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment or os.environ, timeout=1800)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ, timeout=1800)
     assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done

@@ -88,7 +88,8 @@ def trainer(request):
 
 
 def plain_prm_gradient(model, trajectories, old, pairs, args):
-    """Autograd of mean -log sigmoid(beta (L+ - L-)) + mean relu(|log ratio| - bound)^2, written out."""
+    """Autograd of mean -log sigmoid(beta (L+ - L-)) + mean relu(|log ratio| - bound)^2, written out; the
+    second sum is over the trajectories that stand in a pair, its mean over all steps."""
     flat_old, ratios = iter(old.tolist()), []
     for steps in plain_logprobs(model, trajectories, args.temperature):
         ratios.append([sum(token - next(flat_old) for token in step) for step in steps])
@@ -99,8 +100,9 @@ def plain_prm_gradient(model, trajectories, old, pairs, args):
             sides = [side[: min(map(len, sides))] for side in sides]
         sums = [sum(side) / (len(side) if args.prm_reduce == "mean" else 1) for side in sides]
         losses.append(torch.log1p(torch.exp(-args.beta * (sums[0] - sums[1]))))
-    drifts = [torch.relu(abs(r) - args.prm_drift_bound) ** 2 for steps in ratios for r in steps]
-    return gradient_of(sum(losses) / len(losses) + sum(drifts) / len(drifts), model)
+    compared = {trajectory for pair in pairs for trajectory in pair}
+    drifts = [torch.relu(abs(r) - args.prm_drift_bound) ** 2 for number in compared for r in ratios[number]]
+    return gradient_of(sum(losses) / len(losses) + sum(drifts) / sum(map(len, ratios)), model)
 
 
 @history((False, True))
@@ -115,7 +117,9 @@ def plain_prm_gradient(model, trajectories, old, pairs, args):
     ids=str,
 )
 def test_dpo_gradient_equals_autograd_for_any_micro_batch(istar, changes, history):
-    model, trajectories = prm_model(istar), random_trajectories(istar, history=history)
+    model, trajectories = prm_model(istar), random_trajectories(istar, groups=4, history=history)
+    for trajectory in trajectories[4:8]:
+        trajectory.outcome = 1.0  # a group of one outcome stands in no pair
     batch, optimizer = istar.flatten(trajectories), Capture(model)
     args = settings(beta=0.5, **changes)
     old = old_logprobs_of(istar, batch, args)
@@ -244,7 +248,7 @@ def test_order_of_trajectories_changes_nothing(trainer, history):
     for order in (trajectories, shuffled):
         batch, model = trainer.flatten(order), random_model(0)
         old = trainer.score_tokens(random_model(3), batch, settings(), "")
-        advantages = trainer.rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]
+        advantages = (batch.outcomes - 0.3)[batch.step_traj]
         optimizer, args = Capture(model), settings(ratio="token", micro_batch_tokens=60)
         trainer.policy_update(model, optimizer, batch, old, advantages, args)
         gradients.append([optimizer.gradient])
@@ -356,3 +360,19 @@ def test_policy_weights_of_a_lora_policy_are_dense_and_leave_the_base(trainer):
     assert (merged - adapter).abs().max() < 1e-3
     assert (adapter - trainer.score_tokens(random_model(0), batch, settings(), "")).abs().max() > 1e-2
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+# ------------ behaviour cloning ------------
+
+
+@pytest.mark.parametrize("weight", (0.0, 0.25))
+def test_cloning_loss_weighs_the_environments_tokens(weight):
+    """Over every token but a sequence's first: 1 for an answer's, the weight for the environment's."""
+    module, model = load("warm_start"), random_model(0)
+    batch, expected = module.flatten(random_trajectories(module)), 0.0
+    for ids, steps, _ in batch.sequences:
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        for place in range(1, len(ids)):
+            expected -= (1.0 if steps[place] >= 0 else weight) * logprobs[place - 1, ids[place]].item()
+    loss = module.cloning_loss(model, batch.sequences, settings(observation_weight=weight))
+    assert loss.item() == pytest.approx(expected, rel=1e-5)

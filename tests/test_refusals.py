@@ -7,16 +7,16 @@ import sys
 
 import pytest
 import transformers
-from conftest import ROOT, TINY, TRAINERS, load
+from conftest import PANEL, READY, ROOT, TINY, default_model, environment, load, positions
 
 NAMED = {  # the flag that the message names: the arguments that are wrong
     "--model": [["--model", "no/such/directory"], ["--model", "/tmp"], ["--model", ""]],
     "--group-size": [["--group-size", "1"], ["--group-size=0"]],
     "--temperature": [["--temperature", "0"], ["--temperature=-1.0"]],
     "--top-p": [["--top-p", "0.9"], ["--top-p", "1.1"]],
-    "--eval-tasks": [["--eval-tasks", "129"], ["--eval-tasks", "0"]],
+    "--eval-tasks": [["--eval-tasks", "501"], ["--eval-tasks", "0"]],
     "--runs-dir": [["--runs-dir", "a file/below/it"], ["--runs-dir", "a file"]],
-    "--max-context-tokens": [["--max-context-tokens", "1025"], ["--max-context-tokens", "0"]],
+    "--max-context-tokens": [["--max-context-tokens", "100000"], ["--max-context-tokens", "0"]],
     "--resume": [["--resume", "no/such/run"]],
     "--iterations": [["--iterations", "0"]],
     "--tasks-per-iteration": [["--tasks-per-iteration", "0"]],
@@ -44,7 +44,7 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", READY)
 @pytest.mark.parametrize("flag, wrong", CASES, ids=lambda case: " ".join(case) if isinstance(case, list) else "")
 def test_wrong_input_is_refused(script, flag, wrong, directory, no_models, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *wrong])
@@ -56,16 +56,22 @@ def test_wrong_input_is_refused(script, flag, wrong, directory, no_models, monke
     assert sorted(p.name for p in directory.rglob("*")) in (["a file"], ["a file", "runs"])  # no run is begun
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", READY)
 def test_right_input_is_not_refused(script, directory, no_models, monkeypatch):
     """The tests above would pass if everything were refused: these arguments come as far as the model."""
-    edge = ["--group-size=2", "--eval-tasks=128", "--max-context-tokens=1024", "--model", str(TINY), "--engine", "hf"]
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *edge])
+    tasks, longest = PANEL[environment(script)], positions(script)
+    edge = ["--group-size=2", "--model", str(default_model(script)), "--engine", "hf"]
+    most = [f"--eval-tasks={tasks}", f"--max-context-tokens={longest}"]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *edge, *most])
     with pytest.raises(AssertionError, match="a model was loaded"):
         load(script).main()
+    for flag, value in (("--eval-tasks", tasks + 1), ("--max-context-tokens", longest + 1)):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *edge, flag, str(value)])
+        with pytest.raises(SystemExit, match=f"{flag} {value}: "):
+            load(script).main()
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", READY)
 def test_missing_vllm_is_named(script, directory, no_models, monkeypatch):
     import envs.bookkeeping
 
@@ -80,7 +86,7 @@ def test_directories_without_a_whole_model(directory, no_models, monkeypatch):
     broken = directory / "broken"
     shutil.copytree(TINY, broken)
     (broken / "config.json").write_text("{not json")
-    for script in TRAINERS:
+    for script in READY:
         monkeypatch.setattr(sys, "argv", [f"{script}.py", "--model", str(broken)])
         with pytest.raises(SystemExit) as stop:
             load(script).main()
@@ -88,7 +94,7 @@ def test_directories_without_a_whole_model(directory, no_models, monkeypatch):
 
 
 def test_as_a_user_sees_it(tmp_path):
-    command = [sys.executable, "-W", "ignore", str(ROOT / f"{TRAINERS[0]}.py"), "--group-size", "1"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / f"{READY[0]}.py"), "--group-size", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith("--group-size 1: ")

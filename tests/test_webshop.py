@@ -373,6 +373,26 @@ def test_the_expert_shops_well(env):
     assert wins == 200 and steps / 200 < 6.5
 
 
+def test_the_outcome_is_the_score_or_the_success(env):
+    """A wrong product bought: its score is the outcome, or nothing is; the right one is 1 either way."""
+    for outcome in ("score", "success"):
+        shop, seen = WebShop(outcome=outcome), []
+        for answers in (["search[shoes]", None, "click[buy now]"], expert):
+            episode = shop.reset(0)
+            if answers is expert:
+                rewards = [episode.step(response)[1] for response in expert(episode)]
+                assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
+                continue
+            for action in answers:
+                action = action or next(a for a in episode.actions() if a[6:7] == "b" and a[7:-1].isdigit())
+                _, reward, done, info = episode.step(f"<think>so</think><action>{action}</action>")
+                seen.append(reward)
+            assert done and 0 < info["score"] < 1 and not info["success"] and seen[:2] == [0.0, 0.0]
+        assert seen[2] == (info["score"] if outcome == "score" else 0.0)
+    with pytest.raises(ValueError, match="--outcome"):
+        WebShop(outcome="reward")
+
+
 def test_the_noisy_expert_finds_its_way_back(env):
     wins = 0
     for task in range(100):
