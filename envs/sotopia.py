@@ -1,0 +1,530 @@
+"""SOTOPIA (Zhou et al. 2024, arXiv 2310.11667): conversations with private goals, judged at the end.
+
+    env = Sotopia()                           # our own scenarios, a scripted partner, outcomes by rule: no endpoint
+    env = Sotopia("DIR", partner_url="http://localhost:8000/v1", partner_model="NAME", judge_url=..., judge_model=...)
+    episode = env.reset(env.eval_tasks[0])    # the same task, the same scenario and side, on any machine
+    observation, reward, done, info = episode.step("<think>greet</think><action>Hello!</action>")
+
+An answer is a thought and what is said aloud; the other hears the action alone. "left the conversation", these words
+and no others, ends it. Who is in it, what each side knows, and the rules of our own scenarios: sotopia_scenarios.py;
+endpoints and the judge: sotopia_judge.py. Task 2 n + s is scenario n played from side s. The outcome is the goal score
+over 10, by rule or by judge, or with outcome="overall" the mean of the judge's seven dimensions, each moved to 0..1.
+
+Many conversations at once. `episode.step` plays one turn and waits for all that follows from it. A training loop plays
+its episodes side by side, with three calls on the environment, so that a batch waits once for its slowest reply:
+
+    episodes = env.start(tasks)               # one per task; in self-chat two: both sides of each conversation
+    while open_ := [e for e in episodes if e.ready]:
+        for e, (observation, reward, done, info) in env.step({e: answer_of(e) for e in open_}).items(): ...
+    kept = env.finish(episodes)               # all verdicts are in: e.outcome, e.score, e.success, e.dimensions
+
+`env.step` takes one round of answers, gets the partner's replies to all of them together, and returns the steps that
+are now complete; None instead of an answer breaks a conversation off (its context is full). Verdicts are asked for in
+the background as soon as a conversation ends, while the others go on; steps report reward 0 then, and the outcome is
+known after `env.finish`, which also ends what is still open. `kept[i]` is False where episode i has no outcome (no
+verdict, no reply, or it never spoke): drop it from its group. The program stops (SystemExit) when more than a fifth of
+the conversations are lost to endpoints.
+
+Self-chat, partner="self". The policy speaks both sides. A conversation is two episodes, tasks 2 n and 2 n + 1, each
+with its own prompt, steps and outcome, so each side's trajectory has the tokens of its own answers as actions and
+hears the other's as observations: no token counts twice, and the sides form groups of their own. They take turns:
+`ready` tells whose turn it is, and a step is complete (is returned) when the other side has answered it. The prompt of
+side 1 grows by the opening words of side 0 before its first turn, and is its first observation: take `prompt` when an
+episode is ready.
+"""
+
+import asyncio
+import logging
+import random
+import re
+import sys
+import threading
+from collections import Counter
+from functools import partial
+
+from envs.sotopia_judge import DIMENSIONS, Endpoint, EndpointError, Judge, check_url, overall
+from envs.sotopia_scenarios import (
+    HARD,
+    LEAVE,
+    OWN_COUNT,
+    OWN_EVAL,
+    Bargain,
+    CommonFriend,
+    DataError,
+    Scenario,
+    Transcript,
+    background,
+    load_published,
+    other_name,
+    own_scenario,
+    question,
+    scripted,
+)
+
+__all__ = ["DIMENSIONS", "DataError", "Episode", "Sotopia", "expert", "parse_action"]
+
+MOST_TURNS = 20  # of a conversation, both sides together, as in SOTOPIA
+MAX_ACTION = 1000  # characters of what is said at once
+LOST_SHARE = 0.2  # of the conversations may be lost to endpoints
+SUCCESS = 6.0  # a goal score above it is a success (iStar, arXiv 2509.19199)
+PARTNER_TEMPERATURE = 0.7  # of sampling at a partner's endpoint (SOTOPIA's)
+PARTNER_TOKENS = 256  # longest reply of a partner's endpoint [tokens]
+
+TAGS = ("<think>", "</think>", "<action>", "</action>")
+RESPONSE = re.compile(r"\s*<think>.*?</think>\s*<action>(.*?)</action>\s*", re.DOTALL)
+RULES = f"""Answer with a short thought and what you say, or leave:
+<think>...</think><action>what you say</action>
+<think>...</think><action>{LEAVE}</action>"""
+PARTNER_RULES = f"""Stay in character. Write only what you say next, one or two sentences, no name before it.
+To end the conversation write exactly: {LEAVE}"""
+INVALID = "Invalid answer, you said nothing. Write <think>...</think><action>what you say</action>."
+
+log = logging.getLogger(__name__)
+
+
+def parse_action(text: str) -> str | None:
+    """What a model's whole response says aloud, on one line, or None where it is not exactly a thought and an
+    action."""
+    match = RESPONSE.fullmatch(text) if all(text.count(tag) == 1 for tag in TAGS) else None
+    words = " ".join(match.group(1).split()) if match else ""
+    return words if 0 < len(words) <= MAX_ACTION else None
+
+
+def partner_words(text: str, name: str) -> str | None:
+    """What a partner's endpoint says, on one line: no reasoning before it, no tags, no name or quotes around it."""
+    text = text.rpartition("</think>")[2]
+    text = re.sub(r"</?(?:think|action)>", " ", text).strip()
+    text = text.removeprefix(f"{name}:").strip()
+    text = text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
+    return " ".join(text.split())[:MAX_ACTION].strip() or None
+
+
+def partner_messages(scenario: Scenario, side: int, transcript: Transcript) -> list[dict]:
+    """The conversation as a partner's endpoint sees it from its side: its own words are the assistant's."""
+    messages = [{"role": "system", "content": f"{background(scenario, side)}\n{PARTNER_RULES}"}]
+    for who, words in transcript:
+        if words:  # a template's token in somebody's speech stays plain text
+            plain = words.replace("<|", "< |")
+            messages.append({"role": "assistant" if who == side else "user", "content": plain})
+    return messages
+
+
+def turns_left(number: int) -> str:
+    return f"{number} turn{'s' * (number != 1)} left."
+
+
+class Conversation:
+    """What two sides say in turn. `lost`: why an endpoint's failure ended it, else ""; `verdict`: the judge's, to
+    come."""
+
+    def __init__(self, scenario: Scenario, max_steps: int):
+        self.scenario, self.max_steps = scenario, max_steps
+        self.transcript: Transcript = []
+        self.episodes, self.partner = [], None  # the sides that the policy plays; the scripted partner
+        self.over, self.counted, self.lost, self.verdict = False, False, "", None
+
+    def add(self, side: int, words: str | None) -> None:
+        """One turn. Leaving, an agreement or a friend found, and the limit of turns end the conversation."""
+        self.transcript.append((side, words))
+        rule = self.scenario.rule
+        settled = rule is not None and rule.settled(self.transcript)
+        self.over = self.over or words == LEAVE or settled or len(self.transcript) >= 2 * self.max_steps
+
+
+class Episode:
+    """One side of a conversation. `prompt` is the first user message; `step` takes the model's whole response.
+
+    `ready`: it is this side's turn. After the end: `outcome` (0..1, what training sees), `score` (the goal score over
+    10), `success` (goal score above 6), `dimensions` (the judge's seven, or None), `lost` (no outcome, drop it).
+    """
+
+    def __init__(self, env: "Sotopia", conversation: Conversation, task: int, first: bool):
+        self.env, self.conversation, self.task, self.side, self.first = env, conversation, task, task % 2, first
+        self.name = other_name(conversation.scenario, self.side)  # what the other is called
+        self.steps, self.done, self.pending, self.valid = 0, False, False, False
+        self.outcome, self.score, self.success, self.dimensions, self.lost = 0.0, 0.0, False, None, False
+        self.before = self.potential()
+        self.start = f"{background(conversation.scenario, self.side)}\n{RULES}"
+        conversation.episodes.append(self)
+
+    @property
+    def ready(self) -> bool:
+        return not self.done and len(self.conversation.transcript) % 2 == (not self.first)
+
+    @property
+    def prompt(self) -> str:
+        """Constant, but for the side that speaks second in self-chat: it has the opening words once they are said."""
+        opening = [] if self.first else self.conversation.transcript[:1]
+        heard = [f"{self.name}: {words}" if words else f"{self.name} says nothing." for _, words in opening]
+        return "\n".join([self.start, *heard, turns_left(self.conversation.max_steps)])
+
+    def potential(self) -> float:
+        """The goal score within reach now, 0 to 10, where a rule knows it, else 0."""
+        rule = self.conversation.scenario.rule
+        return rule.potential(self.conversation.transcript, self.side) if rule else 0.0
+
+    def speak(self, text: str) -> None:
+        """Take this side's turn with a model's whole response; without a valid one it passes in silence."""
+        if not self.ready:
+            raise RuntimeError("this episode is over: reset the environment" if self.done else "the other side speaks")
+        words = parse_action(text)
+        self.valid, self.pending, self.before = words is not None, True, self.potential()
+        self.steps += 1
+        self.conversation.add(self.side, words)
+
+    def observation(self) -> str:
+        """What this side hears in answer to its last turn."""
+        who, words = self.conversation.transcript[-1]
+        lines = [] if self.valid else [INVALID]
+        if who != self.side and words == LEAVE:
+            lines.append(f"{self.name} {LEAVE}.")
+        elif who != self.side and words:
+            lines.append(f"{self.name}: {words}")
+        elif who != self.side and (self.valid or len(self.env.sides) == 2):
+            lines.append(f"{self.name} says nothing.")
+        left = self.conversation.max_steps - self.steps
+        lines.append("The conversation is over." if self.conversation.over else turns_left(left))
+        return "\n".join(lines)
+
+    def result(self) -> tuple[str, float, bool, dict]:
+        """The step that is now complete, as `step` returns it."""
+        self.pending, self.done = False, self.conversation.over
+        reward = self.outcome if self.done else 0.0
+        info = {
+            "valid": self.valid,
+            "success": self.success,
+            "score": self.score,
+            "anchor": self.conversation.transcript[-1],
+            "step_reward": reward,
+            "progress": (self.potential() - self.before) / 10,
+            "dimensions": self.dimensions,
+            "lost": self.lost,
+        }
+        return self.observation(), reward, self.done, info
+
+    def step(self, text: str) -> tuple[str, float, bool, dict]:
+        """Play a response and wait for the reply, and at the end for the verdict. Bad text is silence: time passes.
+
+        Returns (observation, reward, done, info): reward is the outcome, 0..1, on the last step, else 0.0. info holds
+        valid, success, score (goal score over 10), anchor (who spoke last and what), step_reward (the reward), progress
+        (by how much the goal score within reach grew, over 10; our own scenarios only), dimensions and lost. Raises
+        RuntimeError after the end of the episode and in self-chat, whatever the text; never for the text itself.
+        """
+        if len(self.env.sides) == 2:
+            raise RuntimeError("self-chat has two sides that wait for each other: play it with env.step")
+        result = self.env.step({self: text})[self]
+        if self.done and self.conversation.verdict is not None:
+            self.env.collect([self.conversation])
+            result = self.result()
+        return result
+
+
+class Sotopia:
+    """Conversations by task number; task 2 n + s is scenario n from side s. Evaluation and training share no
+    environment.
+
+    data: None is our own scenarios, a directory holds the published files. partner: "scripted" (our own scenarios), or
+    "self"; a partner_url overrides "scripted". A judge_url replaces the rules of our own scenarios; published ones
+    need it. outcome: "goal" or "overall" (judge). max_steps: the most answers of one side, half of the conversation's
+    turns. in_flight, timeout [s], tries, pause [s]: of requests, at each endpoint. The keys are taken from the
+    environment variables SOTOPIA_JUDGE_KEY and SOTOPIA_PARTNER_KEY, with key_prefix before each name. Raises
+    ValueError for arguments that do not go together and DataError (a ValueError) for data that cannot be used.
+    """
+
+    def __init__(
+        self,
+        data=None,
+        partner="scripted",
+        partner_url="",
+        partner_model="",
+        judge_url="",
+        judge_model="",
+        outcome="goal",
+        max_steps=6,
+        in_flight=16,
+        timeout=120.0,
+        tries=5,
+        pause=1.0,
+        judge_reasons=False,
+        key_prefix="",
+    ):
+        if not 1 <= max_steps <= MOST_TURNS // 2:
+            raise ValueError(f"--max-steps {max_steps}: a side speaks 1 to {MOST_TURNS // 2} times, half of the turns")
+        if partner not in ("scripted", "self") or outcome not in ("goal", "overall"):
+            raise ValueError(f"--partner {partner} --outcome {outcome}: scripted or self; goal or overall")
+        if partner == "self" and partner_url:
+            raise ValueError("--partner self: the policy speaks both sides, so there is no --partner-url")
+        if data and not judge_url:
+            raise ValueError("--sotopia-data: no rule knows the outcome of these scenarios, give --judge-url")
+        if data and partner == "scripted" and not partner_url:
+            raise ValueError("--sotopia-data: the scripted partner knows our own scenarios alone, give --partner-url")
+        if outcome == "overall" and not judge_url:
+            raise ValueError("--outcome overall: the seven dimensions need a judge, give --judge-url")
+        limits = dict(in_flight=in_flight, timeout=timeout, tries=tries, pause=pause)
+        if min(in_flight, tries) < 1 or timeout <= 0 or pause < 0:
+            raise ValueError(f"endpoints: {limits} cannot work")
+        self.partner = self.judge = self.loop = None
+        if partner_url:
+            check_url("partner", partner_url, partner_model)
+            self.partner = Endpoint(partner_url, partner_model, f"{key_prefix}SOTOPIA_PARTNER_KEY", **limits)
+        if judge_url:
+            check_url("judge", judge_url, judge_model)
+            judge = Endpoint(judge_url, judge_model, f"{key_prefix}SOTOPIA_JUDGE_KEY", **limits)
+            self.judge = Judge(judge, judge_reasons)
+        self.outcome, self.max_steps = outcome, max_steps
+        self.sides = (0, 1) if partner == "self" else (0,)
+        if data:
+            scenarios, evaluated = load_published(data)
+            self.scenario, count = scenarios.__getitem__, len(scenarios)
+        else:
+            self.scenario, count, evaluated = own_scenario, OWN_COUNT, OWN_EVAL
+        each = len(self.sides)  # in self-chat both sides of a scenario come with the task of side 0
+        self.eval_tasks, self.train_tasks = range(0, 2 * evaluated, each), range(2 * evaluated, 2 * count, each)
+        self.finished, self.reported = [], {}  # since the last summary
+        with_ = partner_model if partner_url else {"self": "itself", "scripted": "a scripted partner"}[partner]
+        by = judge_model if judge_url else "rule"
+        source = data or "own scenarios"
+        self.name = f"sotopia ({source}): {count} scenarios with {with_}, {outcome} by {by}, {max_steps} answers a side"
+
+    def hard(self, task: int) -> bool:
+        """Whether a task belongs to SOTOPIA-hard; none of our own does."""
+        return self.scenario(task // 2).environment["pk"] in HARD
+
+    def reset(self, task: int) -> Episode:
+        """The episode of a task; in self-chat the side that opens, the other is in `episode.conversation.episodes`."""
+        if task not in self.eval_tasks and task not in self.train_tasks:
+            raise IndexError(f"{self.name} has the tasks 0 to {self.train_tasks.stop - 1}, not {task}")
+        conversation = Conversation(self.scenario(task // 2), self.max_steps)
+        for place in self.sides:
+            Episode(self, conversation, task + place, first=place == 0)
+        if not self.partner and len(self.sides) == 1:
+            conversation.partner = scripted(conversation.scenario, 1 - task % 2)
+        return conversation.episodes[0]
+
+    def start(self, tasks: list[int]) -> list[Episode]:
+        """Episodes of these tasks, each of a conversation of its own; in self-chat both sides of each."""
+        return [episode for task in tasks for episode in self.reset(task).conversation.episodes]
+
+    def step(self, said: dict[Episode, str | None]) -> dict[Episode, tuple[str, float, bool, dict]]:
+        """One round: {ready episode: response} in, {episode: (observation, reward, done, info)} of complete steps out.
+
+        All partners answer together. None for a response ends the conversation as it stands; that is no step. Where
+        there is a judge the reward is 0.0 here, and `finish` has the outcome.
+        """
+        for episode, text in said.items():
+            if text is None:
+                episode.conversation.over = True
+            else:
+                episode.speak(text)
+        conversations = list(dict.fromkeys(episode.conversation for episode in said))
+        if len(self.sides) == 1:
+            self.answer([c for c in conversations if not c.over])
+        for conversation in conversations:
+            self.close(conversation)
+        sides = [episode for c in conversations for episode in c.episodes]
+        complete = [episode for episode in sides if episode.pending and (episode.conversation.over or episode.ready)]
+        results = {episode: episode.result() for episode in complete}
+        for episode in sides:  # also one that never got to speak
+            episode.done = episode.conversation.over
+        return results
+
+    def answer(self, conversations: list[Conversation]) -> None:
+        """The partner's turn in each of these, all at once; silence is answered by silence."""
+        asked = []
+        for c in conversations:
+            agent, words = c.transcript[-1]
+            if words is None or self.partner is None:
+                c.add(1 - agent, c.partner.reply(words) if words else None)
+            else:
+                asked.append((c, 1 - agent))
+        requests = [
+            self.partner.ask(
+                partner_messages(c.scenario, side, c.transcript),
+                parse=partial(partner_words, name=c.scenario.agents[side]["first_name"]),
+                temperature=PARTNER_TEMPERATURE,
+                max_tokens=PARTNER_TOKENS,
+            )
+            for c, side in asked
+        ]
+        replies = self.submit(self.all_of(requests)).result() if requests else []
+        for (c, side), reply in zip(asked, replies):
+            if isinstance(reply, EndpointError):
+                c.lost, c.over = f"partner: {reply.reason}", True
+            else:
+                c.add(side, reply)
+
+    @staticmethod
+    async def all_of(requests: list) -> list:
+        """Their answers in order, an EndpointError in the place of one that failed."""
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EndpointError):
+                raise answer
+        return answers
+
+    def submit(self, coroutine):
+        """Run a coroutine in the thread of the endpoints' event loop: a future."""
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, daemon=True, name="sotopia endpoints").start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def close(self, conversation: Conversation) -> None:
+        """Where a conversation has ended: score it by its rule, or send it to the judge. Nobody said a word: 0."""
+        c = conversation
+        if not c.over or c.counted:
+            return
+        c.counted = True
+        spoke = any(words and words != LEAVE for _, words in c.transcript)
+        for episode in c.episodes:
+            episode.lost = bool(c.lost) or not episode.steps
+            if c.scenario.rule and not self.judge and not c.lost:
+                self.grade(episode, c.scenario.rule.score(c.transcript, episode.side))
+        if self.judge and spoke and not c.lost:
+            sides = [episode.side for episode in c.episodes]
+            c.verdict = self.submit(self.judge.judge(c.scenario, list(c.transcript), sides))
+
+    def grade(self, episode: Episode, goal: float, dimensions: dict | None = None) -> None:
+        episode.dimensions, episode.score, episode.success = dimensions, goal / 10, goal > SUCCESS
+        episode.outcome = overall(dimensions) / 10 if self.outcome == "overall" else goal / 10
+
+    def collect(self, conversations: list[Conversation]) -> None:
+        """Wait for the verdicts on these, and grade their episodes."""
+        for c in conversations:
+            if c.verdict is None or c.lost:
+                continue
+            try:
+                scores = c.verdict.result()
+            except EndpointError as error:
+                c.lost = f"judge: {error.reason}"
+            for episode in c.episodes:
+                if c.lost:
+                    episode.lost = True
+                else:
+                    self.grade(episode, scores[episode.side]["goal"], scores[episode.side])
+
+    def finish(self, episodes: list[Episode]) -> list[bool]:
+        """End what is open, wait for all verdicts, and tell which episodes have an outcome (the others: drop them).
+
+        Raises SystemExit, with the reasons, when more than a fifth of the conversations are lost to endpoints.
+        """
+        conversations = list(dict.fromkeys(episode.conversation for episode in episodes))
+        for c in conversations:
+            c.over = True
+            self.close(c)
+            for episode in c.episodes:
+                episode.done = True
+        self.collect(conversations)
+        self.finished += [(e.score, self.hard(e.task), e.dimensions) for e in episodes if not e.lost]
+        lost = [c for c in conversations if c.lost]
+        self.reported["lost"] = self.reported.get("lost", 0) + len(lost)
+        reasons = ", ".join(f"{reason} x {n}" for reason, n in Counter(c.lost for c in lost).most_common())
+        if lost:
+            log.warning("%d of %d conversations lost (%s)", len(lost), len(conversations), reasons)
+        if len(lost) > LOST_SHARE * len(conversations):
+            sys.exit(f"stopped: {len(lost)} of {len(conversations)} conversations lost to endpoints ({reasons})")
+        return [not episode.lost for episode in episodes]
+
+    def summary(self) -> dict[str, float]:
+        """What to log of the episodes finished since the last call: goal (0 to 10), goal_hard where any is hard, the
+        judge's seven dimensions, conversations lost, and for each endpoint asked, answered, retries and the reasons of
+        failed tries, as "judge/429"."""
+        groups = {"goal": [score * 10 for score, _, _ in self.finished]}
+        groups["goal_hard"] = [score * 10 for score, hard, _ in self.finished if hard]
+        for name in DIMENSIONS if self.judge else ():
+            groups[f"judge/{name}"] = [scores[name] for _, _, scores in self.finished if scores]
+        row = {key: sum(values) / len(values) for key, values in groups.items() if values}
+        row["lost"] = self.reported.get("lost", 0)
+        for role, endpoint in (("partner", self.partner), ("judge", self.judge and self.judge.endpoint)):
+            counts = endpoint.counts if endpoint else Counter()
+            row |= {f"{role}/{key}": n for key, n in sorted(counts.items())}
+            counts.clear()
+        self.finished, self.reported = [], {}
+        return row
+
+
+# --- the expert -------------------------------------------------------------------------------------------------------
+
+CONCEDES = 0.6  # of its own ten points, from one offer to the next
+
+
+def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = None):
+    """Yield the responses of a good negotiator, to be stepped one by one; ends with the episode. Our own scenarios
+    only.
+
+    It knows the rule: it brings the argument that moves the partner, opens at its target, concedes slowly and takes
+    the last offer before time is up; it asks what rules out most friends. `noise` is the probability of a random move
+    instead (an argument, an offer of any size, a question, a name, agreement, leaving), drawn from `rng`.
+    """
+    rng, rule = rng or random.Random(0), episode.conversation.scenario.rule
+    if rule is None:
+        raise ValueError("the expert knows our own scenarios alone")
+    friends = isinstance(rule, CommonFriend)
+    while not episode.done:
+        if rng.random() < noise:
+            thought, words = random_move(episode, rng)
+        else:
+            thought, words = (search_move if friends else bargain_move)(episode)
+        yield f"<think>{thought}</think><action>{words}</action>"
+
+
+def bargain_move(episode: Episode) -> tuple[str, str]:
+    """(thought, words) of the expert in a bargain or a division."""
+    conversation, side, rule = episode.conversation, episode.side, episode.conversation.scenario.rule
+    said = [words for who, words in conversation.transcript if who == side and words]
+    offers = [offer for offer in (rule.offer(words, side) for words in said) if offer is not None]
+    left, now = conversation.max_steps - episode.steps, episode.potential()
+    wish = 10 - CONCEDES * len(offers)
+    if now > 0 and (left == 1 or now >= wish):
+        return "last chance" if left == 1 else "good enough", "Deal."
+    offer = next_offer(rule, side, wish, offers)
+    argument = rule.moved_by[1 - side]
+    if any(argument in words for words in said):
+        return "move a little", rule.say(offer, side)
+    return f"this moves {episode.name}", f"{argument} {rule.say(offer, side)}"
+
+
+def next_offer(rule, side: int, wish: float, offers: list):
+    """An offer worth `wish` to a side, or so much less that it gives the other more than any offer before."""
+    if isinstance(rule, Bargain):
+        while (offer := rule.counter(wish / 10, side)) in offers:
+            wish -= 0.2
+        return offer
+    best = max((rule.utility(offer, 1 - side) for offer in offers), default=0.1)
+    better = [offer for offer in rule.offers() if rule.utility(offer, 1 - side) > best] or offers[-1:]
+    return max(better, key=lambda offer: (rule.value(offer, side), rule.value(offer, 1 - side)))
+
+
+def search_move(episode: Episode) -> tuple[str, str]:
+    """(thought, words) of the expert in search of a common friend: halve the candidates, name the last."""
+    conversation, side, rule = episode.conversation, episode.side, episode.conversation.scenario.rule
+    said = [words for who, words in conversation.transcript if who == side and words]
+    candidates = rule.candidates(conversation.transcript, side)
+    asked = {trait for words in said for trait in rule.asked(words)}
+    traits = [(place, trait) for place in (1, 2) for trait in dict.fromkeys(f[place] for f in candidates)]
+    sizes = {t: sum(t[1] in f for f in candidates) for t in traits if t[1] not in asked}
+    splits = {t: size for t, size in sizes.items() if size < len(candidates)}
+    if len(candidates) == 1 or not splits or conversation.max_steps - episode.steps <= 1:
+        return "it must be this one" if len(candidates) == 1 else "take a guess", f"Is it {candidates[0][0]}?"
+    kind, trait = min(splits, key=lambda t: abs(2 * splits[t] - len(candidates)))
+    return f"{len(candidates)} are left", question(kind, trait)
+
+
+def random_move(episode: Episode, rng: random.Random) -> tuple[str, str]:
+    """(thought, words) of some move that the rules know."""
+    side, rule = episode.side, episode.conversation.scenario.rule
+    if rng.random() < 0.02:
+        return "enough", LEAVE
+    if isinstance(rule, CommonFriend):
+        name, *traits = rng.choice(rule.lists[side])
+        kind = rng.randrange(3)
+        return "try this", f"Is it {name}?" if kind == 0 else question(kind, traits[kind - 1])
+    if rng.random() < 0.15:
+        return "good enough", "Deal."
+    argument = rng.choice(rule.arguments[side])
+    if isinstance(rule, Bargain):
+        offer = rng.randint(*sorted((rule.targets[side], rule.limits[side])))
+    else:
+        offer = rng.choice(list(rule.offers()))
+    words = rng.choice((argument, rule.say(offer, side), f"{argument} {rule.say(offer, side)}"))
+    return "try this", words
