@@ -302,8 +302,7 @@ def prm_update(prm, optimizer, batch: Batch, old_logprobs: torch.Tensor, pairs: 
 
     A first pass without gradients gives log ratios; the derivative of the loss with respect to each step's is a weight;
     a second pass back-propagates weight * log-probability, micro-batch by micro-batch. Trajectories that stand in no
-    pair are left out. old_logprobs [K]. The numbers returned are those before the step: on episodes that the PRM has
-    not learnt from."""
+    pair are left out. old_logprobs [K]. The numbers are those before the step: on episodes not learnt from."""
     compared = torch.isin(batch.step_traj, torch.tensor(pairs))[batch.token_step]  # [K]
     members = [i for i, (_, _, places) in enumerate(batch.sequences) if compared[places].any()]
     log_ratios = (score_tokens(prm, batch, args, "PRM, first pass", members) - old_logprobs) * compared  # [K]
@@ -599,12 +598,14 @@ def main():
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
     networks = {"policy": (policy, optimizer)}
     # === end block ===
+    # === block: prm setup ===
     shared = policy if args.policy_lora_rank else None  # two adapters, one base
     base = shared or AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
     prm = activate(add_adapter(base, "prm", args.prm_lora_rank), "prm")
     trained = [parameter for parameter in prm.parameters() if parameter.requires_grad]
     prm_optimizer = torch.optim.AdamW(trained, lr=args.prm_learning_rate, weight_decay=args.prm_weight_decay)
     networks["prm"] = (prm, prm_optimizer)
+    # === end block ===
     # === block: start ===
     number, size = args.tasks_per_iteration * args.group_size, sum(p.numel() for p in policy.parameters()) / 1e6
     sampled, scored = number * args.max_steps * args.max_action_tokens, number * args.max_context_tokens
@@ -638,6 +639,7 @@ def main():
             laps["logprobs"] = time.perf_counter()
             # === end block ===
 
+            # === block: prm iteration ===
             # ------------ 3. PRM: pairs within groups, trajectory DPO, then a reward for each step ------------
             activate(prm, "prm")
             pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
@@ -662,6 +664,7 @@ def main():
             advantages = advantages + args.alpha * step_advantage
             row |= prm_statistics(batch, steps, pairs, rewards, step_advantage, prm_steps - old_steps, old_steps)
             columns = {"implicit_reward": rewards, "step_advantage": step_advantage, "advantage": advantages}
+            # === end block ===
 
             # === block: update ===
             # ------------ 5. Policy update: clipped surrogate; then the engine gets the new weights ------------
