@@ -6,7 +6,7 @@ The expert plays training tasks, and with probability --noise it takes a random 
 states off the best path, and the clone knows all moves but prefers the best one only a little. Without --model the
 policy is made from nothing: a byte-level BPE tokenizer trained on the demonstrations, with a ChatML template, and a
 small Qwen3. Training stops when success on held-out training tasks reaches --target; the panel is looked at once, at
-the end. The README has the commands that made models/tiny-sokoban and models/tiny-webshop.
+the end. The README has the command that made models/tiny-sokoban.
 
     python warm_start.py --out models/tiny-sokoban
     python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm --learning-rate 1e-5
