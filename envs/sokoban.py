@@ -15,10 +15,11 @@ import functools
 import hashlib
 import io
 import random
-import re
 from collections import deque
 
 import numpy as np
+
+from envs.response import action_words
 
 with contextlib.redirect_stderr(io.StringIO()):  # gym prints a notice about its successor on import
     from gym_sokoban.envs.room_utils import generate_room
@@ -30,7 +31,6 @@ EVAL_TASKS = 128
 TRAIN_TASKS = 10_000
 MOST_MOVES = 15  # every room can be solved in as many, whatever the step limit: the panel does not depend on flags
 EVAL_SHARE = 4  # one layout in EVAL_SHARE belongs to the evaluation side
-RESPONSE = re.compile(r"\s*<think>(.*?)</think>\s*<action>\s*(up|down|left|right)\s*</action>\s*", re.DOTALL)
 
 RULES = """You are P in a Sokoban room: push every box X onto a target O.
 # wall, _ floor, * box on a target, S you on a target.
@@ -42,9 +42,8 @@ INVALID = "Invalid answer, nothing moved. Write <think>...</think><action>up</ac
 
 def parse_action(text: str) -> str | None:
     """The action of a model's whole response, or None where the response is not exactly a thought and one action."""
-    tags = ("<think>", "</think>", "<action>", "</action>")
-    match = RESPONSE.fullmatch(text) if all(text.count(tag) == 1 for tag in tags) else None
-    return match.group(2) if match else None
+    action = (action_words(text) or "").strip()
+    return action if action in ACTIONS else None
 
 
 class Room:

@@ -20,6 +20,7 @@ from importlib.metadata import version
 
 from thefuzz import fuzz
 
+from envs.response import action_words
 from envs.webshop_catalog import Catalog, DataError, fetch_hub, load_catalog, make_goals
 from envs.webshop_search import SearchIndex, cache_directory, write_atomically
 
@@ -353,8 +354,6 @@ class Session:
 EVAL_TASKS = 500
 TAGGED_AT_ONCE = 20_000  # names; beyond, only the goals' names are tagged at the start, the others when bought
 MAX_ACTION = 500  # characters; nothing in a shop needs more
-TAGS = ("<think>", "</think>", "<action>", "</action>")
-RESPONSE = re.compile(r"\s*<think>.*?</think>\s*<action>(.*?)</action>\s*", re.DOTALL)
 RULES = """You are shopping. Find the product that the instruction asks for, choose its options and buy it.
 Options are chosen with a click. Each turn shows a page and the actions it allows.
 Answer with a short thought and one action: <think>...</think><action>search[words]</action>
@@ -366,8 +365,7 @@ def parse_action(text: str) -> str | None:
 
     Whether the page allows the action is not checked here.
     """
-    match = RESPONSE.fullmatch(text) if all(text.count(tag) == 1 for tag in TAGS) else None
-    action = match.group(1).strip() if match else ""
+    action = (action_words(text) or "").strip()
     if len(action) > MAX_ACTION or "\n" in action or not action.endswith("]"):
         return None
     name, argument = split_action(action)

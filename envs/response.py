@@ -1,0 +1,12 @@
+"""The form of every answer: a thought and one action, <think>...</think><action>...</action>, and nothing else."""
+
+import re
+
+TAGS = ("<think>", "</think>", "<action>", "</action>")
+RESPONSE = re.compile(r"\s*<think>.*?</think>\s*<action>(.*?)</action>\s*", re.DOTALL)
+
+
+def action_words(text: str) -> str | None:
+    """What a model's whole response has as its action, as it stands between the tags; None where the form is wrong."""
+    match = RESPONSE.fullmatch(text) if all(text.count(tag) == 1 for tag in TAGS) else None
+    return match.group(1) if match else None
