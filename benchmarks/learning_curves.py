@@ -6,8 +6,8 @@
 Every command runs once for each seed, `--jobs` at a time, each bound to its share of the cores (on 2 cores with
 --jobs 2 a run has one core, and is slower than a user's). A run that came to its end is not run again: delete it from
 --runs-dir for that. What comes out, under benchmarks/results/:
-NAME.md     the table: success on the panel before and after, its lowest after iteration 10, minutes
-NAME.png    success on the panel against minutes of training, a line per seed
+NAME.md     the table: success (SOTOPIA: goal, 0 to 10) and score on the panel before and after, minutes
+NAME.png    success (goal) on the panel against minutes of training, a line per seed
 NAME.jsonl  every evaluation, with the command and the seed: the table and the picture are made of it
 """
 
@@ -59,27 +59,32 @@ def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict
     return rows_of(directory / name)
 
 
+def measure(evaluations: list[dict]) -> str:
+    """What is compared: success, or where conversations are judged the goal score."""
+    return "goal" if "eval/goal" in evaluations[0] else "success"
+
+
 def table(evaluations: list[dict]) -> str:
     """Markdown: a line per command and seed."""
-    lines = [
-        "| command | seed | iterations | minutes | success before | after | gain | lowest after iteration 10 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    key = f"eval/{measure(evaluations)}"
+    titles = "command | seed | iterations | minutes | {0} before | after | gain | lowest after iteration 10 | score"
+    lines = [f"| {titles.format(measure(evaluations))} before | after |", f"|{'---|' * 10}"]
     for command, seed in dict.fromkeys((e["command"], e["seed"]) for e in evaluations):
         rows = [e for e in evaluations if (e["command"], e["seed"]) == (command, seed)]
         first, last = rows[0], rows[-1]
-        low = min((e["eval/success"] for e in rows if e["iteration"] > 10), default=float("nan"))
-        success = [f"{e['eval/success']:.3f} ± {e['eval/success_error']:.3f}" for e in (first, last)]
-        gain = last["eval/success"] - first["eval/success"]
+        low = min((e[key] for e in rows if e["iteration"] > 10), default=float("nan"))
+        error = [f" ± {e['eval/success_error']:.3f}" if key == "eval/success" else "" for e in (first, last)]
         lines.append(
-            f"| `{command}` | {seed} | {last['iteration']} | {last['time/elapsed'] / 60:.1f} | {success[0]} "
-            f"| {success[1]} | {gain:+.3f} | {low:.3f} |"
+            f"| `{command}` | {seed} | {last['iteration']} | {last['time/elapsed'] / 60:.1f} "
+            f"| {first[key]:.3f}{error[0]} | {last[key]:.3f}{error[1]} | {last[key] - first[key]:+.3f} | {low:.3f} "
+            f"| {first['eval/score']:.3f} | {last['eval/score']:.3f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def picture(evaluations: list[dict], path: Path) -> None:
-    """Success on the panel against minutes: a colour per command, a line per seed."""
+    """Success (goal) on the panel against minutes: a colour per command, a line per seed."""
+    key = measure(evaluations)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     commands = list(dict.fromkeys(e["command"] for e in evaluations))
     for number, command in enumerate(commands):
@@ -88,8 +93,8 @@ def picture(evaluations: list[dict], path: Path) -> None:
             first = seed == min(e["seed"] for e in evaluations if e["command"] == command)
             for axis, x, scale in ((axes[0], "iteration", 1), (axes[1], "time/elapsed", 60)):
                 label = command if first else None
-                axis.plot([r[x] / scale for r in rows], [r["eval/success"] for r in rows], f"C{number}", label=label)
-    axes[0].set(xlabel="iteration", ylabel="success on the evaluation panel")
+                axis.plot([r[x] / scale for r in rows], [r[f"eval/{key}"] for r in rows], f"C{number}", label=label)
+    axes[0].set(xlabel="iteration", ylabel=f"{key} on the evaluation panel")
     axes[1].set(xlabel="minutes of training")
     axes[0].legend(fontsize=7)
     figure.tight_layout()
@@ -125,7 +130,10 @@ def main() -> None:
     if not evaluations:
         sys.exit(f"no run came to its first evaluation: see the logs in {arguments.runs_dir}")
     (RESULTS / f"{arguments.name}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
-    text = f"`python benchmarks/learning_curves.py {shlex.join(sys.argv[1:])}`\n\n{table(evaluations)}"
+    commands = " ".join(f"--command {shlex.quote(command)}" for command in arguments.command)
+    seeds = " ".join(map(str, arguments.seeds))
+    flags = f"--name {arguments.name} --seeds {seeds} --jobs {arguments.jobs} {commands}"
+    text = f"`python benchmarks/learning_curves.py {flags}`\n\n{table(evaluations)}"
     (RESULTS / f"{arguments.name}.md").write_text(text)
     picture(evaluations, RESULTS / f"{arguments.name}.png")
     print(text)
