@@ -36,7 +36,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from envs.bookkeeping import check, load_checkpoint, record, report, save_checkpoint
+from envs.bookkeeping import check, describe, load_checkpoint, record, report, save_checkpoint
 
 # === end block ===
 from envs.sokoban import Sokoban
@@ -248,18 +248,25 @@ class Chat:
 
 
 def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float, label: str) -> list[Trajectory]:
-    """One trajectory per entry of tasks, all played side by side: each round, one answer of every open episode."""
-    episodes = [env.reset(task) for task in tasks]
+    """One trajectory per episode of tasks, all played side by side: each round, one answer of all whose turn it is. An
+    environment of conversations (it has `start`) takes a round's answers together, and drops who got no outcome."""
+    together = hasattr(env, "start")
+    episodes = env.start(tasks) if together else [env.reset(task) for task in tasks]
+    tasks = [episode.task for episode in episodes] if together else tasks  # in self-chat both sides' of each
     prompts = dict(zip(tasks, (episode.prompt for episode in episodes)))
     assert all(prompts[task] == e.prompt for task, e in zip(tasks, episodes)), "a group's first observations differ"
-    turns = [[chat.prompt(e.prompt)] for e in episodes]  # tokens: the prompt, then action and observation of each turn
     trajectories = [Trajectory(task, [], [], 0.0, [], []) for task in tasks]
-    observations, active = [e.prompt for e in episodes], list(range(len(tasks)))
-    progress = tqdm(total=len(tasks), desc=label, leave=False, disable=None, unit="episode")
+    turns = [[] for _ in episodes]  # tokens: the prompt, then action and observation of each turn
+    observations, said, active = {}, {}, list(range(len(episodes)))
+    progress = tqdm(total=len(episodes), desc=label, leave=False, disable=None, unit="episode")
     while active:
-        contexts = {i: sum(turns[i][1:][-args.history :], turns[i][0]) for i in active}  # [-0:] is the whole history
+        ready = [i for i in active if getattr(episodes[i], "ready", True)]
+        for i in (i for i in ready if not turns[i]):  # only now: who speaks second has heard the opening
+            observations[i], turns[i] = episodes[i].prompt, [chat.prompt(episodes[i].prompt)]
+        contexts = {i: sum(turns[i][1:][-args.history :], turns[i][0]) for i in ready}  # [-0:] is the whole history
         longest = args.max_context_tokens - args.max_action_tokens
-        for i in [i for i in active if len(contexts[i]) > longest]:
+        answers = dict.fromkeys(episodes[i] for i in ready if len(contexts[i]) > longest)  # None: breaks off
+        for i in [i for i in ready if episodes[i] in answers]:
             trajectories[i].truncated = True
             if not trajectories[i].steps:
                 sys.exit(f"--max-context-tokens {args.max_context_tokens}: a prompt has {len(contexts[i])} tokens")
@@ -273,32 +280,22 @@ def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float,
             t.token_ids += words + action
             t.step_ids += [-1] * len(words) + [len(t.steps)] * len(action)
             assert t.token_ids[t.starts[-1] :] == context + action, "not the ids that the engine saw and sampled"
-            observation, reward, _, info = episodes[i].step(text)
+            answers[episodes[i]], said[i] = text, (text, action, logprobs)
+        results = env.step(answers) if together else {e: e.step(a) for e, a in answers.items() if a is not None}
+        for i in [i for i in active if episodes[i] in results]:
+            (observation, reward, _, info), (text, action, logprobs), t = results[episodes[i]], said[i], trajectories[i]
             known = info["valid"], info["step_reward"], info["progress"], info["anchor"]
             t.steps.append(Step(observations[i], text, *known, logprobs))
             t.outcome, t.success, t.score = t.outcome + reward, info["success"], info["score"]
             turns[i].append(action + chat.observation(observation, action))
             observations[i] = observation
-        active = [i for i in contexts if not episodes[i].done]
-        progress.update(len(tasks) - len(active) - progress.n)
+        active = [i for i in active if not episodes[i].done and not trajectories[i].truncated]
+        progress.update(len(episodes) - len(active) - progress.n)
         progress.set_postfix(success=f"{sum(t.success for t in trajectories) / max(1, progress.n):.2f}")
     progress.close()
-    return trajectories
-
-
-def describe(trajectories: list[Trajectory], kind: str) -> dict:
-    """What episodes were like: means over trajectories, valid_actions over steps, dead_groups over groups."""
-    groups = {}
-    for t in trajectories:
-        groups.setdefault(t.task, []).append(t)
-    values = {"valid_actions": [step.valid for t in trajectories for step in t.steps]}
-    values |= {key: [getattr(t, key) for t in trajectories] for key in ("success", "score", "truncated")}
-    values["return"] = [sum(step.reward for step in t.steps) for t in trajectories]
-    values["episode_steps"] = [len(t.steps) for t in trajectories]
-    values["dead_groups"] = [len({t.outcome for t in group}) == 1 for group in groups.values()]
-    by_task = torch.tensor([sum(t.success for t in group) / len(group) for group in groups.values()])
-    error = by_task.std(correction=min(1, len(by_task) - 1)).item() / len(by_task) ** 0.5  # of the mean, over tasks
-    return {f"{kind}/{key}": sum(v) / len(v) for key, v in values.items()} | {f"{kind}/success_error": error}
+    for t, e, kept in zip(trajectories, episodes, env.finish(episodes)) if together else ():
+        t.outcome, t.success, t.score = (e.outcome, e.success, e.score) if kept else (None, False, 0.0)
+    return [t for t in trajectories if t.outcome is not None]
     # === end block ===
 
 
@@ -452,13 +449,14 @@ def main():
     print(f"an iteration: {number} episodes, at most {sampled:,} tokens sampled, {scored:,} in the trainer", flush=True)
     saved, rows = load_checkpoint(run, networks, asdict(args)) if args.resume else (0, [])
     (run / "args.json").write_text(json.dumps(asdict(args), indent=1))
-    panel = [task for task in env.eval_tasks[: args.eval_tasks] for _ in range(args.eval_samples)]
-    judge = (env, engine, chat, panel, args, args.eval_temperature, "evaluation")
+    exam = getattr(env, "exam", env)  # SOTOPIA may evaluate with another partner and judge
+    panel = [task for task in exam.eval_tasks[: args.eval_tasks] for _ in range(args.eval_samples)]
+    sit = (exam, engine, chat, panel, args, args.eval_temperature, "evaluation")
     engine.load(activate(policy, "policy"))
     torch.manual_seed(args.seed)
     try:
         if not saved:
-            record(run, rows, {"iteration": 0, "time/elapsed": 0.0, **describe(rollout(*judge), "eval")}, board)
+            record(run, rows, {"iteration": 0, "time/elapsed": 0.0, **describe(rollout(*sit), "eval", exam)}, board)
         for iteration in range(saved + 1, 0 if args.eval_only else args.iterations + 1):
             random.seed(f"{args.seed} {iteration}")  # what an iteration draws depends on nothing before it
             torch.manual_seed(args.seed + 1_000_003 * iteration)
@@ -493,13 +491,13 @@ def main():
             engine.load(policy)
             laps["sync"] = time.perf_counter()
 
-            row |= describe(trajectories, "train") | {"policy/engine_gap": gap.abs().mean().item()}
+            row |= describe(trajectories, "train", env) | {"policy/engine_gap": gap.abs().mean().item()}
             row |= {"tokens/rollout": len(gap), "tokens/trained": sum(len(s[0]) for s in batch.sequences)}
             row |= {f"time/{name}": laps[name] - laps[last] for last, name in zip(laps, [*laps][1:])}
             row["time/total"] = laps["sync"] - laps[""]
             row["time/elapsed"] = rows[-1]["time/elapsed"] + row["time/total"]  # of training, without evaluation
             if iteration % args.eval_every == 0 or iteration == args.iterations:
-                row |= describe(rollout(*judge), "eval")
+                row |= describe(rollout(*sit), "eval", exam)
             record(run, rows, row, board, trajectories, columns)
             if iteration % args.save_every == 0 or iteration == args.iterations:
                 save_checkpoint(run, iteration, networks, dict(policy_weights(policy)), tokenizer)

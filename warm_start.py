@@ -38,6 +38,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from envs.bookkeeping import describe
+
 # the units inside which byte pairs are merged: what has to be copied or compared is the same token wherever it stands
 UNITS = {
     # tags, phrases, pieces of three grid cells, digits
@@ -45,7 +47,10 @@ UNITS = {
     # tags with the action's name, what separates actions and texts, words, asins, numbers in pairs of digits
     "webshop": r"(?:</?[a-z]+>)+(?:(?:click|search)\[)?|\](?: click\[|</action>)?| \[SEP\] "
     r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
+    # tags, words, numbers
+    "sotopia": r"(?:</?[a-z]+>)+| ?[A-Za-z]+|[ $]*[0-9]{1,3}|\s+|[^\s\w]+|.",
 }
+WORLDS = {"sokoban": "Sokoban", "webshop": "WebShop", "sotopia": "Sotopia"}
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -56,7 +61,7 @@ PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 
 @dataclass
 class Args:
-    environment: Literal["sokoban", "webshop"] = "sokoban"  # whose expert is cloned
+    environment: Literal["sokoban", "webshop", "sotopia"] = "sokoban"  # whose expert is cloned
     model: str = ""  # the policy to start from, a directory in Hugging Face format or a hub name; empty: from nothing
     out: str = "models/new"  # where the policy goes
     target: float = 0.3  # stop at this success on held-out tasks, at --eval-temperature
@@ -64,15 +69,19 @@ class Args:
     max_updates: int = 4000  # give up after so many
     demonstrations: int = 5000  # episodes of the expert
     noise: float = 0.85  # probability of a random action in a demonstration
-    observation_weight: float = 0.0  # of the environment's tokens in the loss: pages that repeat teach to copy
+    observation_share: float = 0.0  # of the environment's tokens, as targets too: pages that repeat teach to copy
     batch_size: int = 64  # episodes per update
-    learning_rate: float = 3e-3  # of AdamW, constant; 1e-5 suits a pretrained model
+    learning_rate: float = 3e-3  # of AdamW; 1e-5 suits a pretrained model
+    decay: bool = False  # let the learning rate fall linearly to 0 at --max-updates; else it is constant
     eval_every: int = 20  # updates from one look at the held-out tasks to the next
     eval_temperature: float = 0.4  # of sampling in evaluation
     vocabulary: int = 640  # of a new tokenizer
     hidden: int = 64  # width of a new model
     layers: int = 3  # of a new model
-    heads: int = 2  # query heads of a new model, one key-value head, 32 wide
+    heads: int = 2  # query heads of a new model, 32 wide
+    kv_heads: int = 1  # key-value heads of a new model
+    rotary_base: float = 1000.0  # of a new model's rotary positions: short suits short sequences
+    copying_heads: bool = False  # a new model's heads start by copying what they look at; halves the time to learn to
     max_steps: int = 15  # longest episode [steps]
     max_action_tokens: int = 16  # longest answer [tokens]
     max_context_tokens: int = 1024  # longest sequence [tokens], and the positions of a new model
@@ -236,18 +245,25 @@ class Chat:
 
 
 def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float, label: str) -> list[Trajectory]:
-    """One trajectory per entry of tasks, all played side by side: each round, one answer of every open episode."""
-    episodes = [env.reset(task) for task in tasks]
+    """One trajectory per episode of tasks, all played side by side: each round, one answer of all whose turn it is. An
+    environment of conversations (it has `start`) takes a round's answers together, and drops who got no outcome."""
+    together = hasattr(env, "start")
+    episodes = env.start(tasks) if together else [env.reset(task) for task in tasks]
+    tasks = [episode.task for episode in episodes] if together else tasks  # in self-chat both sides' of each
     prompts = dict(zip(tasks, (episode.prompt for episode in episodes)))
     assert all(prompts[task] == e.prompt for task, e in zip(tasks, episodes)), "a group's first observations differ"
-    turns = [[chat.prompt(e.prompt)] for e in episodes]  # tokens: the prompt, then action and observation of each turn
     trajectories = [Trajectory(task, [], [], 0.0, [], []) for task in tasks]
-    observations, active = [e.prompt for e in episodes], list(range(len(tasks)))
-    progress = tqdm(total=len(tasks), desc=label, leave=False, disable=None, unit="episode")
+    turns = [[] for _ in episodes]  # tokens: the prompt, then action and observation of each turn
+    observations, said, active = {}, {}, list(range(len(episodes)))
+    progress = tqdm(total=len(episodes), desc=label, leave=False, disable=None, unit="episode")
     while active:
-        contexts = {i: sum(turns[i][1:][-args.history :], turns[i][0]) for i in active}  # [-0:] is the whole history
+        ready = [i for i in active if getattr(episodes[i], "ready", True)]
+        for i in (i for i in ready if not turns[i]):  # only now: who speaks second has heard the opening
+            observations[i], turns[i] = episodes[i].prompt, [chat.prompt(episodes[i].prompt)]
+        contexts = {i: sum(turns[i][1:][-args.history :], turns[i][0]) for i in ready}  # [-0:] is the whole history
         longest = args.max_context_tokens - args.max_action_tokens
-        for i in [i for i in active if len(contexts[i]) > longest]:
+        answers = dict.fromkeys(episodes[i] for i in ready if len(contexts[i]) > longest)  # None: breaks off
+        for i in [i for i in ready if episodes[i] in answers]:
             trajectories[i].truncated = True
             if not trajectories[i].steps:
                 sys.exit(f"--max-context-tokens {args.max_context_tokens}: a prompt has {len(contexts[i])} tokens")
@@ -261,32 +277,22 @@ def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float,
             t.token_ids += words + action
             t.step_ids += [-1] * len(words) + [len(t.steps)] * len(action)
             assert t.token_ids[t.starts[-1] :] == context + action, "not the ids that the engine saw and sampled"
-            observation, reward, _, info = episodes[i].step(text)
+            answers[episodes[i]], said[i] = text, (text, action, logprobs)
+        results = env.step(answers) if together else {e: e.step(a) for e, a in answers.items() if a is not None}
+        for i in [i for i in active if episodes[i] in results]:
+            (observation, reward, _, info), (text, action, logprobs), t = results[episodes[i]], said[i], trajectories[i]
             known = info["valid"], info["step_reward"], info["progress"], info["anchor"]
             t.steps.append(Step(observations[i], text, *known, logprobs))
             t.outcome, t.success, t.score = t.outcome + reward, info["success"], info["score"]
             turns[i].append(action + chat.observation(observation, action))
             observations[i] = observation
-        active = [i for i in contexts if not episodes[i].done]
-        progress.update(len(tasks) - len(active) - progress.n)
+        active = [i for i in active if not episodes[i].done and not trajectories[i].truncated]
+        progress.update(len(episodes) - len(active) - progress.n)
         progress.set_postfix(success=f"{sum(t.success for t in trajectories) / max(1, progress.n):.2f}")
     progress.close()
-    return trajectories
-
-
-def describe(trajectories: list[Trajectory], kind: str) -> dict:
-    """What episodes were like: means over trajectories, valid_actions over steps, dead_groups over groups."""
-    groups = {}
-    for t in trajectories:
-        groups.setdefault(t.task, []).append(t)
-    values = {"valid_actions": [step.valid for t in trajectories for step in t.steps]}
-    values |= {key: [getattr(t, key) for t in trajectories] for key in ("success", "score", "truncated")}
-    values["return"] = [sum(step.reward for step in t.steps) for t in trajectories]
-    values["episode_steps"] = [len(t.steps) for t in trajectories]
-    values["dead_groups"] = [len({t.outcome for t in group}) == 1 for group in groups.values()]
-    by_task = torch.tensor([sum(t.success for t in group) / len(group) for group in groups.values()])
-    error = by_task.std(correction=min(1, len(by_task) - 1)).item() / len(by_task) ** 0.5  # of the mean, over tasks
-    return {f"{kind}/{key}": sum(v) / len(v) for key, v in values.items()} | {f"{kind}/success_error": error}
+    for t, e, kept in zip(trajectories, episodes, env.finish(episodes)) if together else ():
+        t.outcome, t.success, t.score = (e.outcome, e.success, e.score) if kept else (None, False, 0.0)
+    return [t for t in trajectories if t.outcome is not None]
     # === end block ===
 
 
@@ -320,24 +326,33 @@ def new_tokenizer(demonstrations: list, units: str, vocabulary: int) -> PreTrain
 
 
 def new_model(tokenizer, args) -> Qwen3ForCausalLM:
-    """A small Qwen3. The wide initialisation and the short rotary base are what let so small a model learn quickly."""
+    """A small Qwen3. The wide initialisation and the short rotary base are what let so small a model learn quickly.
+
+    --copying-heads ties each head's output projection to its value projection, W_o = W_v^T at the start: with tied
+    embeddings a token that is attended to becomes likelier. In the manner of mimetic initialisation (arXiv 2305.09828).
+    """
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden,
         intermediate_size=4 * args.hidden,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
-        num_key_value_heads=1,
+        num_key_value_heads=args.kv_heads,
         head_dim=32,
         max_position_embeddings=args.max_context_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": args.rotary_base},
         initializer_range=0.8 / args.hidden**0.5,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
+    for attention in (layer.self_attn for layer in model.model.layers if args.copying_heads):
+        values = attention.v_proj.weight.data.view(args.kv_heads, 32, args.hidden)
+        values = values.repeat_interleave(args.heads // args.kv_heads, 0).flatten(0, 1)  # [heads * 32, hidden]
+        attention.o_proj.weight.data = values.T / (32 * config.initializer_range**2)  # W_v^T W_v is 1 on the diagonal
+    return model
 
 
 def lay_out(chat, demonstration) -> Trajectory:
@@ -355,13 +370,12 @@ def lay_out(chat, demonstration) -> Trajectory:
 
 
 def cloning_loss(model, sequences: list, args) -> torch.Tensor:
-    """Sum of -log pi over the tokens of the answers, and over the environment's, these times --observation-weight."""
-    if not args.observation_weight:
+    """Sum of -log pi over the tokens of the answers, and over a random share of the environment's."""
+    if not args.observation_share:
         return -action_logprobs(model, sequences, args).sum()
-    every = [(ids, torch.zeros_like(steps)) for ids, steps, _ in sequences]  # as if each token were an answer's
-    weights = torch.cat([torch.where(steps[1:] >= 0, 1.0, args.observation_weight) for _, steps, _ in sequences])
-    logprobs = action_logprobs(model, every, args)
-    return -(logprobs * weights.to(logprobs.device)).sum()
+    drawn = [torch.rand(len(steps)) < args.observation_share for _, steps, _ in sequences]
+    marked = [(ids, torch.where((steps >= 0) | more, 0, -1)) for (ids, steps, _), more in zip(sequences, drawn)]
+    return -action_logprobs(model, marked, args).sum()
 
 
 def main():
@@ -369,7 +383,7 @@ def main():
     random.seed(args.seed)
     torch.manual_seed(args.seed)
     world = import_module(f"envs.{args.environment}")
-    env = getattr(world, {"sokoban": "Sokoban", "webshop": "WebShop"}[args.environment])(max_steps=args.max_steps)
+    env = getattr(world, WORLDS[args.environment])(max_steps=args.max_steps)
     demonstrations = demonstrate(env, world.expert, args)
     if args.model:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -394,7 +408,8 @@ def main():
             order = iter(torch.randperm(len(trajectories)).tolist())
             chosen = list(islice(order, args.batch_size))
         batch = flatten([trajectories[i] for i in chosen])
-        loss, optimizer.param_groups[0]["lr"] = 0.0, args.learning_rate * min(1.0, update / 20)
+        rate = args.learning_rate * (1 - (update - 1) / args.max_updates if args.decay else 1.0)
+        loss, optimizer.param_groups[0]["lr"] = 0.0, rate * min(1.0, update / 20)
         for sequences, _ in micro_batches(batch, args.micro_batch_tokens):
             part = cloning_loss(model, sequences, args) / len(batch.token_step)
             part.backward()
@@ -404,16 +419,17 @@ def main():
         optimizer.zero_grad()
         if update >= args.min_updates and update % args.eval_every == 0:
             torch.manual_seed(args.seed + update)
-            played = describe(rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out"), "eval")
-            success = played["eval/success"]
-            seconds = time.time() - begin
-            tqdm.write(f"{update:5} updates  {seconds:5.0f} s  loss {loss:.3f}  success {success:.3f}")
+            played = rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out")
+            seconds, looked = time.time() - begin, describe(played, "eval", env)
+            success, score = looked["eval/success"], looked["eval/score"]
+            reached = f"success {success:.3f}  score {score:.3f}"
+            tqdm.write(f"{update:5} updates  {seconds:5.0f} s  loss {loss:.3f}  {reached}")
             if success >= args.target:
                 break
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     panel = [task for task in env.eval_tasks[:PANEL] for _ in range(2)]
-    played = describe(rollout(env, engine, chat, panel, args, args.eval_temperature, "evaluation"), "eval")
+    played = describe(rollout(env, engine, chat, panel, args, args.eval_temperature, "evaluation"), "eval", env)
     reached = f"success {played['eval/success']:.3f} +- {played['eval/success_error']:.3f} on the evaluation panel"
     print(f"{args.out}: {reached}")
     if success < args.target:

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import matplotlib
+import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig
@@ -34,7 +35,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "history policy_lora_rank eval_temperature engine_correction learning_rate prm_learning_rate beta".split()
 )
-TERMINAL = "train/success eval/success train/valid_actions prm/pair_accuracy prm/drift".split()
+TERMINAL = "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/drift".split()
 
 
 def check(args, env) -> str:
@@ -143,11 +144,29 @@ def record(run: Path, rows: list[dict], row: dict, board, trajectories=(), colum
     draw_curve(rows, run)
 
 
+def describe(trajectories: list, kind: str, env=None) -> dict:
+    """What episodes were like: means over trajectories, valid_actions over steps, dead_groups over groups, and what the
+    environment has to say of them (env.summary, of judges and partners)."""
+    groups = {}
+    for t in trajectories:
+        groups.setdefault(t.task, []).append(t)
+    values = {"valid_actions": [step.valid for t in trajectories for step in t.steps]}
+    values |= {key: [getattr(t, key) for t in trajectories] for key in ("success", "score", "truncated")}
+    values["return"] = [sum(step.reward for step in t.steps) for t in trajectories]
+    values["episode_steps"] = [len(t.steps) for t in trajectories]
+    values["dead_groups"] = [len({t.outcome for t in group}) == 1 for group in groups.values()]
+    by_task = torch.tensor([sum(t.success for t in group) / len(group) for group in groups.values()])
+    error = by_task.std(correction=min(1, len(by_task) - 1)).item() / len(by_task) ** 0.5  # of the mean, over tasks
+    row = {key: sum(v) / len(v) for key, v in values.items()} | {"success_error": error}
+    return {f"{kind}/{key}": value for key, value in (row | getattr(env, "summary", dict)()).items()}
+
+
 def draw_curve(rows: list[dict], run: Path) -> None:
-    """Success and return, in training and evaluation, against iterations and against minutes of training."""
+    """Success and return (SOTOPIA: goal), in training and evaluation, against iterations and minutes of training."""
+    lower = "goal" if "eval/goal" in rows[0] else "return"
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex="col", sharey="row")
     for column, (x, scale, label) in enumerate((("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes"))):
-        for axis, key in zip(axes[:, column], ("success", "return")):
+        for axis, key in zip(axes[:, column], ("success", lower)):
             for kind, style in (("train", "-"), ("eval", "o-")):
                 seen = [row for row in rows if f"{kind}/{key}" in row]
                 axis.plot([r[x] / scale for r in seen], [r[f"{kind}/{key}"] for r in seen], style, label=kind)
@@ -159,10 +178,15 @@ def draw_curve(rows: list[dict], run: Path) -> None:
 
 
 def report(env, rows: list[dict], args) -> None:
-    """Success on the panel before and after, with the standard error over its tasks."""
-    print(f"{env.name}, {args.eval_tasks} tasks x {args.eval_samples} samples at temperature {args.eval_temperature}")
+    """Success on the panel before and after, with the standard error over its tasks; SOTOPIA's goal and dimensions."""
+    exam = getattr(env, "exam", env)
+    print(f"{exam.name}, {args.eval_tasks} tasks x {args.eval_samples} samples at temperature {args.eval_temperature}")
     print("iterations   minutes   success (standard error)   score")
     evaluated = [row for row in rows if "eval/success" in row]
-    for row in evaluated[:1] + evaluated[1:][-1:]:
+    ends = evaluated[:1] + evaluated[1:][-1:]
+    for row in ends:
         success = f"{row['eval/success']:.3f} ({row['eval/success_error']:.3f})"
         print(f"{row['iteration']:10} {row['time/elapsed'] / 60:9.1f}   {success:24}   {row['eval/score']:.3f}")
+    for key in getattr(exam, "measures", ()):
+        if all(f"eval/{key}" in row for row in ends):
+            print(f"{key}: {' -> '.join(format(row[f'eval/{key}'], '.2f') for row in ends)}")

@@ -42,6 +42,7 @@ import threading
 from collections import Counter
 from functools import partial
 
+from envs.response import action_words
 from envs.sotopia_judge import DIMENSIONS, Endpoint, EndpointError, Judge, check_url, overall
 from envs.sotopia_scenarios import (
     HARD,
@@ -70,8 +71,6 @@ SUCCESS = 6.0  # a goal score above it is a success (iStar, arXiv 2509.19199)
 PARTNER_TEMPERATURE = 0.7  # of sampling at a partner's endpoint (SOTOPIA's)
 PARTNER_TOKENS = 256  # longest reply of a partner's endpoint [tokens]
 
-TAGS = ("<think>", "</think>", "<action>", "</action>")
-RESPONSE = re.compile(r"\s*<think>.*?</think>\s*<action>(.*?)</action>\s*", re.DOTALL)
 RULES = f"""Answer with a short thought and what you say, or leave:
 <think>...</think><action>what you say</action>
 <think>...</think><action>{LEAVE}</action>"""
@@ -85,8 +84,7 @@ log = logging.getLogger(__name__)
 def parse_action(text: str) -> str | None:
     """What a model's whole response says aloud, on one line, or None where it is not exactly a thought and an
     action."""
-    match = RESPONSE.fullmatch(text) if all(text.count(tag) == 1 for tag in TAGS) else None
-    words = " ".join(match.group(1).split()) if match else ""
+    words = " ".join((action_words(text) or "").split())
     return words if 0 < len(words) <= MAX_ACTION else None
 
 
@@ -227,7 +225,7 @@ class Sotopia:
     "self"; a partner_url overrides "scripted". A judge_url replaces the rules of our own scenarios; published ones
     need it. outcome: "goal" or "overall" (judge). max_steps: the most answers of one side, half of the conversation's
     turns. in_flight, timeout [s], tries, pause [s]: of requests, at each endpoint. The keys are taken from the
-    environment variables SOTOPIA_JUDGE_KEY and SOTOPIA_PARTNER_KEY, with key_prefix before each name. Raises
+    environment variables of these names. Raises
     ValueError for arguments that do not go together and DataError (a ValueError) for data that cannot be used.
     """
 
@@ -246,7 +244,8 @@ class Sotopia:
         tries=5,
         pause=1.0,
         judge_reasons=False,
-        key_prefix="",
+        partner_key="SOTOPIA_PARTNER_KEY",
+        judge_key="SOTOPIA_JUDGE_KEY",
     ):
         if not 1 <= max_steps <= MOST_TURNS // 2:
             raise ValueError(f"--max-steps {max_steps}: a side speaks 1 to {MOST_TURNS // 2} times, half of the turns")
@@ -266,10 +265,10 @@ class Sotopia:
         self.partner = self.judge = self.loop = None
         if partner_url:
             check_url("partner", partner_url, partner_model)
-            self.partner = Endpoint(partner_url, partner_model, f"{key_prefix}SOTOPIA_PARTNER_KEY", **limits)
+            self.partner = Endpoint(partner_url, partner_model, partner_key, **limits)
         if judge_url:
             check_url("judge", judge_url, judge_model)
-            judge = Endpoint(judge_url, judge_model, f"{key_prefix}SOTOPIA_JUDGE_KEY", **limits)
+            judge = Endpoint(judge_url, judge_model, judge_key, **limits)
             self.judge = Judge(judge, judge_reasons)
         self.outcome, self.max_steps = outcome, max_steps
         self.sides = (0, 1) if partner == "self" else (0,)
@@ -281,10 +280,44 @@ class Sotopia:
         each = len(self.sides)  # in self-chat both sides of a scenario come with the task of side 0
         self.eval_tasks, self.train_tasks = range(0, 2 * evaluated, each), range(2 * evaluated, 2 * count, each)
         self.finished, self.reported = [], {}  # since the last summary
+        self.measures = ["goal", "goal_hard", *(f"judge/{name}" for name in DIMENSIONS if self.judge)]  # of it
         with_ = partner_model if partner_url else {"self": "itself", "scripted": "a scripted partner"}[partner]
         by = judge_model if judge_url else "rule"
         source = data or "own scenarios"
         self.name = f"sotopia ({source}): {count} scenarios with {with_}, {outcome} by {by}, {max_steps} answers a side"
+
+    @classmethod
+    def from_args(cls, args) -> "Sotopia":
+        """The environment of a script's flags. Its `exam` is what evaluates: the same, or with the partner and the
+        judge of --eval-partner-* and --eval-judge-*, whose keys are EVAL_SOTOPIA_PARTNER_KEY, EVAL_SOTOPIA_JUDGE_KEY.
+        Exits with a line that names the flag where flags do not go together."""
+        same = dict(data=args.sotopia_data or None, outcome=args.outcome, max_steps=args.max_steps)
+        same |= dict(in_flight=args.in_flight, timeout=args.timeout, tries=args.tries)
+        names = "partner partner_url partner_model judge_url judge_model".split()
+        flags = {name: getattr(args, name) for name in names}
+        exam = dict(flags)
+        if args.eval_partner or args.eval_partner_url or args.eval_partner_model:
+            url = args.eval_partner_url or (args.partner_url if args.eval_partner_model else "")
+            partner, model = args.eval_partner or "scripted", args.eval_partner_model
+            exam |= dict(partner=partner, partner_url=url, partner_model=model)
+        if args.eval_judge_url or args.eval_judge_model:
+            url = args.eval_judge_url or args.judge_url
+            exam |= dict(judge_url=url, judge_model=args.eval_judge_model or args.judge_model)
+        for role in ("partner", "judge"):
+            other = exam[f"{role}_url"] != flags[f"{role}_url"]
+            exam[f"{role}_key"] = f"{'EVAL_' if other else ''}SOTOPIA_{role.upper()}_KEY"
+        try:
+            env = cls(**same, **flags)
+        except ValueError as error:
+            sys.exit(str(error))
+        try:
+            env.exam = cls(**same, **exam) if any(exam[name] != flags[name] for name in names) else env
+        except ValueError as error:
+            sys.exit(re.sub(r"--(partner|judge)", r"--eval-\1", str(error)))
+        if args.eval_tasks > len(env.exam.eval_tasks):
+            args.eval_tasks = len(env.exam.eval_tasks)
+            print(f"--eval-tasks: the panel has {args.eval_tasks} conversations, all of them are played")
+        return env
 
     def hard(self, task: int) -> bool:
         """Whether a task belongs to SOTOPIA-hard; none of our own does."""

@@ -470,8 +470,8 @@ class Episode:
 def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = None):
     """Yield responses of a shopper who knows the goal, to be stepped one by one; ends with the episode.
 
-    It sees the page and its actions, and the goal. `noise` is the probability of a random action of the page instead,
-    drawn from `rng`; the expert finds its way back from wherever that leads.
+    It sees the page and its actions, and the goal. `noise` is the probability of a hasty action instead, drawn from
+    `rng`: of results the first, elsewhere any action of the page; the expert finds its way back from where that leads.
     """
     rng = rng or random.Random(0)
     session, goal = episode.session, episode.session.goal
@@ -492,8 +492,13 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
         else:
             action, thought = "click[< prev]", "not this one, go back"
         if rng.random() < noise and session.page_kind != "index":
-            action, thought = rng.choice(actions), "try this"
+            products = _products(session) if session.page_kind == "results" else []
+            action, thought = (products[0], "take the first") if products else (rng.choice(actions), "try this")
         yield f"<think>{thought}</think><action>{action}</action>"
+
+
+def _products(session):
+    return [f"click[{text}]" for text, (kind, _) in session.clickables.items() if kind == "product"]
 
 
 def _pick_product(session, actions, searches):
@@ -503,9 +508,8 @@ def _pick_product(session, actions, searches):
         return f"click[{goal['asin'].lower()}]", f"{goal['asin'].lower()} fits {limit}"
     if session.page < 2:
         return "click[next >]", "not here, next page"
-    products = [f"click[{text}]" for text, (kind, _) in session.clickables.items() if kind == "product"]
-    if searches > 2 and products:
-        return products[0], "take the nearest one"
+    if searches > 2 and (products := _products(session)):
+        return products[0], "take the first"
     return "click[back to search]", "try other words"
 
 

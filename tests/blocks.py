@@ -24,6 +24,7 @@ REQUIRED = (  # (pattern of the file's name, blocks it must hold)
     *((f"{algorithm}_*.py", CORE) for algorithm in ALGORITHMS),
     ("*_sokoban.py", ("sokoban args",)),
     ("*_webshop.py", ("webshop args",)),
+    ("*_sotopia.py", ("sotopia args",)),
     ("istar_*.py", ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "outcome_slope", "istar")),
     ("istar_*.py", ("prm setup", "prm iteration")),
     ("rloo_*.py", ("rloo_advantages",)),

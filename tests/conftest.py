@@ -31,7 +31,7 @@ def scripts_with(*names: str) -> list[str]:
 
 
 TRAINERS = scripts_with("policy_update", "main")
-PANEL = {"sokoban": 128, "webshop": 500}  # evaluation tasks of an environment
+PANEL = {"sokoban": 128, "webshop": 500, "sotopia": 128}  # evaluation tasks of an environment
 
 
 def environment(script: str) -> str:

@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from importlib.util import find_spec
 
 import pytest
@@ -19,13 +21,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from envs.sotopia_judge import DIMENSIONS
+
 ALWAYS = """train/success train/score train/return train/episode_steps train/valid_actions train/dead_groups policy/loss
 policy/clip_fraction policy/approx_kl policy/ratio policy/grad_norm policy/engine_gap time/rollout time/logprobs
 time/update time/sync time/total tokens/rollout tokens/trained iteration""".split()
 PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
 SMALL = "--tasks-per-iteration 6 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2 --seed 5"
-TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "webshop": 10}
+TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "webshop": 10, "sotopia": 4}
 ISTAR = [script for script in READY if script.startswith("istar_")]
+PUBLISHED = ROOT.parent / "shared" / "sotopia"  # SOTOPIA's own files, which are not part of the repository
 VLLM = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
 
 
@@ -165,7 +170,7 @@ def test_resume_refuses_other_flags(play, script, home):
 
 @pytest.mark.parametrize("script", ISTAR)
 def test_without_its_step_reward_it_is_the_baseline(play, script):
-    estimator = {"sokoban": "rloo", "webshop": "grpo"}[environment(script)]
+    estimator = "rloo" if environment(script) == "sokoban" else "grpo"
     baseline = script.replace("istar", estimator)
     rate = ["--learning-rate", "1e-3", "--ratio", "token"]
     ours, _ = play(f"alpha0-{script}", script, *rate, "--alpha", "0", "--estimator", estimator)
@@ -326,3 +331,44 @@ def test_a_real_pretrained_model_runs_to_the_end(smol, script, tmp_path):
     assert [row["iteration"] for row in table] == [0, 1, 2]
     assert all(row["train/valid_actions"] < 1 and row["policy/engine_gap"] < 1e-3 for row in table[1:])
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs/smol/policy")
+
+
+@pytest.fixture
+def endpoint(smol):
+    """vLLM's own OpenAI server on loopback with SmolLM2, as partner and judge: its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smol), "--dtype", "float32"]
+    command += ["--served-model-name", "smol", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
+    server = subprocess.Popen(command, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2"}, start_new_session=True)
+    try:
+        for _ in range(300):
+            assert server.poll() is None, "the server did not start"
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+@pytest.mark.slow
+@VLLM
+@pytest.mark.skipif(not (PUBLISHED / "envs.json").is_file(), reason=f"no published scenarios: {PUBLISHED}")
+def test_sotopia_with_a_real_partner_and_judge(smol, endpoint, tmp_path):
+    """One iteration on the published scenarios: every verdict parses, no conversation is lost."""
+    flags = "--iterations 1 --tasks-per-iteration 2 --group-size 4 --max-steps 2 --max-action-tokens 48 --eval-tasks 4"
+    flags += " --eval-samples 1 --max-context-tokens 4096 --engine vllm --run-name judged --learning-rate 1e-5"
+    flags += f" --partner-url {endpoint} --partner-model smol --judge-url {endpoint} --judge-model smol"
+    done = run_script("istar_sotopia", "--model", smol, "--sotopia-data", PUBLISHED, *flags.split(), cwd=tmp_path)
+    print(done.stdout)
+    before, after = rows(tmp_path / "runs" / "judged")
+    for row, kind, conversations in ((before, "eval", 4), (after, "train", 8), (after, "eval", 4)):
+        assert row[f"{kind}/lost"] == 0 and 0 <= row[f"{kind}/goal"] <= 10
+        assert 0 < row[f"{kind}/judge/asked"] == row[f"{kind}/judge/answered"] <= conversations
+        assert not [key for key in row if key.startswith((f"{kind}/judge/malformed", f"{kind}/partner/malformed"))]
+        assert all(low <= row[f"{kind}/judge/{name}"] <= high for name, (low, high, _) in DIMENSIONS.items())

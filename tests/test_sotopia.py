@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load, scripts_with
 
 from envs import sotopia, sotopia_judge, sotopia_scenarios
 from envs.sotopia import Sotopia, expert, parse_action, partner_messages, partner_words
@@ -701,45 +702,77 @@ def policy(draw):
     return answer
 
 
-def test_self_chat_trains_on_both_sides_and_counts_no_token_twice():
+class Letters:
+    """A Chat whose tokens are characters."""
+
+    def prompt(self, text):
+        return [*map(ord, text)]
+
+    def observation(self, text, action):
+        return self.prompt(text)
+
+    def response(self, action):
+        return "".join(map(chr, action))
+
+
+class Speakers:
+    """An engine that answers for the episodes whose turn it is, in their order, and notes what it said."""
+
+    def __init__(self, env, answer):
+        self.answer, self.said, start = answer, [], env.start
+
+        def noted(tasks):
+            self.episodes = start(tasks)
+            return self.episodes
+
+        env.start = noted
+
+    def generate(self, contexts, temperature):
+        speaking = [episode for episode in self.episodes if episode.ready]
+        assert len(speaking) == len(contexts)
+        answers = [self.answer(episode) for episode in speaking]
+        self.said += answers
+        return [([*map(ord, text)], [0.0] * len(text)) for text in answers]
+
+
+@pytest.mark.parametrize("history", (0, 2))
+@pytest.mark.parametrize("script", scripts_with("rollout"))
+def test_self_chat_trains_on_both_sides_and_counts_no_token_twice(script, history):
     env = Sotopia(partner="self")
     tasks = [task for task in env.train_tasks[:40] for _ in range(2)]
-    draw, said = random.Random(0), []
-    answer = policy(draw)
-
-    def answer_and_note(episode):
-        said.append(answer(episode))
-        return said[-1]
-
-    episodes, tokens, step_ids, steps, kept = self_chat_rollout(env, tasks, answer_and_note)
-    assert len(episodes) == 160 and [e.task for e in episodes[:4]] == [tasks[0], tasks[0] + 1] * 2
-    trained = []
-    for ids, own_steps, taken in zip(tokens, step_ids, steps):
-        assert len(ids) == len(own_steps) and sorted({s for s in own_steps if s >= 0}) == list(range(len(taken)))
-        for step, (response, info) in enumerate(taken):
-            action = "".join(token for token, s in zip(ids, own_steps) if s == step)
-            assert action == response and info["valid"]
-            trained.append(action)
-        words = "".join(token for token, s in zip(ids, own_steps) if s < 0)
-        assert "<think>so" not in words and not any(response in words for response, _ in taken)
+    engine = Speakers(env, policy(random.Random(0)))
+    args = SimpleNamespace(history=history, max_context_tokens=10**6, max_action_tokens=1000)
+    trajectories = load(script).rollout(env, engine, Letters(), tasks, args, 1.0, "test")
+    episodes = [e for e in engine.episodes if not e.lost]
+    assert len(engine.episodes) == 160 and len(trajectories) == len(episodes) >= 158
+    assert [t.task for t in trajectories] == [e.task for e in episodes]
+    assert [e.task for e in engine.episodes[:4]] == [tasks[0], tasks[0] + 1] * 2
+    trained, words = [], []
+    for t in trajectories:
+        assert len(t.token_ids) == len(t.step_ids)
+        assert sorted({s for s in t.step_ids if s >= 0}) == [*range(len(t.steps))]
+        for number, step in enumerate(t.steps):
+            trained.append("".join(chr(token) for token, s in zip(t.token_ids, t.step_ids) if s == number))
+            assert trained[-1] == step.action and step.valid
+        words.append("".join(chr(token) for token, s in zip(t.token_ids, t.step_ids) if s < 0))
     # every answer that was sampled is an action in exactly one trajectory; token by token as many as were sampled
-    assert sorted(trained) == sorted(said) and len(set(said)) == len(said)
-    assert sum(s >= 0 for own in step_ids for s in own) == sum(map(len, said))
+    lost = [e for e in engine.episodes if e.lost]
+    assert sorted(trained) == sorted(engine.said) and len({*engine.said}) == len(engine.said)
+    assert all(not e.steps for e in lost)  # only who never spoke has no outcome
+    assert sum(s >= 0 for t in trajectories for s in t.step_ids) == sum(map(len, engine.said))
     # the other side hears what was said aloud, and no thought
-    for i in range(0, len(episodes), 2):
-        for own, other in ((i, i + 1), (i + 1, i)):
-            heard = "".join(token for token, s in zip(tokens[own], step_ids[own]) if s < 0)
-            for number, (response, _) in enumerate(steps[other]):
-                words, thought = parse_action(response), re.search("<think>(.*?)</think>", response).group(1)
-                if len(steps[own]) > number + (own < other):  # the last words fall when nobody speaks any more
-                    assert f": {words}\n" in heard
-                assert thought not in heard
+    side = {e: (t, heard) for e, t, heard in zip(episodes, trajectories, words)}
+    for own, (t, heard) in side.items():
+        other = side.get(next(e for e in own.conversation.episodes if e is not own))
+        for number, step in enumerate(other[0].steps if other else ()):
+            said, thought = parse_action(step.action), re.search("<think>(.*?)</think>", step.action).group(1)
+            if len(t.steps) > number + (own.side == 0) and not history:  # the last words fall when nobody speaks on
+                assert f": {said}\n" in heard
+            assert thought not in heard
     # both have an outcome of their own, by one agreement
-    assert sum(kept) >= 158 and not any(episode.ready for episode in episodes)
     rule_scores = [e.conversation.scenario.rule.score(e.conversation.transcript, e.side) / 10 for e in episodes]
-    assert [e.outcome for e in episodes] == rule_scores and len({round(score, 2) for score in rule_scores}) > 10
-    first, second = episodes[0::2], episodes[1::2]
-    assert any(a.outcome != b.outcome for a, b in zip(first, second))
+    assert [t.outcome for t in trajectories] == rule_scores and len({round(score, 2) for score in rule_scores}) > 10
+    assert any(len({e.outcome for e in c.episodes}) == 2 for c in {e.conversation for e in episodes})
 
 
 def test_the_second_side_starts_from_the_opening():
@@ -777,6 +810,50 @@ def test_self_chat_ends_where_a_context_is_full_or_a_side_never_speaks():
     assert [len(s) for s in steps] == [1, 0] and kept == [True, False] and tokens[1] == []
     episodes, _, _, steps, kept = self_chat_rollout(env, [env.train_tasks[0]], quiet)
     assert [len(s) for s in steps] == [6, 6] and len(episodes[0].conversation.transcript) == 12
+
+
+def flags(**changes):
+    """The flags of a SOTOPIA script, changed."""
+    return load("istar_sotopia").Args(**changes)
+
+
+def test_a_scripts_flags_make_the_environment_and_the_exam(monkeypatch):
+    env = Sotopia.from_args(flags())
+    assert env.exam is env and env.sides == (0,) and env.max_steps == 6 and env.outcome == "goal"
+    env = Sotopia.from_args(flags(partner="self", eval_partner="scripted"))
+    assert env.sides == (0, 1) and env.exam.sides == (0,) and env.exam.partner is None
+    monkeypatch.setenv("SOTOPIA_JUDGE_KEY", "of training")
+    monkeypatch.setenv("EVAL_SOTOPIA_JUDGE_KEY", "of evaluation")
+    monkeypatch.setenv("EVAL_SOTOPIA_PARTNER_KEY", "of the other")
+    judge = dict(judge_url="http://localhost:1/v1", judge_model="a")
+    other = dict(eval_partner_url="http://localhost:2/v1", eval_partner_model="b")
+    env = Sotopia.from_args(flags(partner="self", in_flight=3, timeout=7.0, tries=2, **judge, **other))
+    assert env.sides == (0, 1) and env.exam.sides == (0,) and env.exam.partner.client.api_key == "of the other"
+    assert env.judge.endpoint.client.api_key == env.exam.judge.endpoint.client.api_key == "of training"
+    for endpoint in (env.judge.endpoint, env.exam.judge.endpoint, env.exam.partner):
+        assert (endpoint.in_flight, endpoint.timeout, endpoint.tries) == (3, 7.0, 2)
+    env = Sotopia.from_args(flags(**judge, eval_judge_url="http://localhost:3/v1", eval_judge_model="c"))
+    assert env.exam.judge.endpoint.client.api_key == "of evaluation" and env.exam.judge.endpoint.model == "c"
+    env = Sotopia.from_args(flags(**judge, eval_judge_model="c"))  # another model at the same address
+    assert env.exam.judge.endpoint.url == env.judge.endpoint.url and env.exam.judge.endpoint.model == "c"
+    assert env.exam.judge.endpoint.client.api_key == "of training" and env.judge.endpoint.model == "a"
+
+
+def test_flags_that_do_not_go_together_end_with_their_name(capsys):
+    for wrong, message in (
+        (dict(max_steps=11), "--max-steps 11"),
+        (dict(partner="self", partner_url="http://a/v1", partner_model="m"), "--partner-url"),
+        (dict(outcome="overall"), "--judge-url"),
+        (dict(sotopia_data="."), "--judge-url"),
+        (dict(eval_partner_url="http://a/v1"), "--eval-partner-model: missing"),
+        (dict(eval_judge_url="localhost", eval_judge_model="m"), "--eval-judge-url: no http address"),
+        (dict(eval_partner="self", eval_partner_url="http://a/v1", eval_partner_model="m"), "--eval-partner self"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            Sotopia.from_args(flags(**wrong))
+    args = flags(partner="self")
+    Sotopia.from_args(args)
+    assert args.eval_tasks == 64 and "64 conversations" in capsys.readouterr().out
 
 
 def test_a_batch_is_played_as_its_episodes_are_alone(env):
@@ -1173,7 +1250,7 @@ def test_keys_come_from_the_environment_and_go_nowhere_else(monkeypatch, caplog,
         assert "401" in seen[0] and not [text for text in seen for key in keys.values() if key in text]
         # another prefix reads other variables; OpenAI's own key goes to OpenAI alone
         monkeypatch.setenv("EVAL_SOTOPIA_JUDGE_KEY", "sk-eval")
-        other = Sotopia(judge_url=server.url, judge_model="e", key_prefix="EVAL_", tries=1)
+        other = Sotopia(judge_url=server.url, judge_model="e", judge_key="EVAL_SOTOPIA_JUDGE_KEY", tries=1)
         monkeypatch.delenv("SOTOPIA_JUDGE_KEY")
         none = Sotopia(judge_url=server.url, judge_model="n", tries=1)
         for env in (other, none):
