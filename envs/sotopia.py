@@ -260,8 +260,9 @@ class Sotopia:
         if outcome == "overall" and not judge_url:
             raise ValueError("--outcome overall: the seven dimensions need a judge, give --judge-url")
         limits = dict(in_flight=in_flight, timeout=timeout, tries=tries, pause=pause)
-        if min(in_flight, tries) < 1 or timeout <= 0 or pause < 0:
-            raise ValueError(f"endpoints: {limits} cannot work")
+        for name, value in limits.items():
+            if value < (1 if name in ("in_flight", "tries") else 0):
+                raise ValueError(f"--{name.replace('_', '-')} {value}: too small")
         self.partner = self.judge = self.loop = None
         if partner_url:
             check_url("partner", partner_url, partner_model)
@@ -314,9 +315,9 @@ class Sotopia:
             env.exam = cls(**same, **exam) if any(exam[name] != flags[name] for name in names) else env
         except ValueError as error:
             sys.exit(re.sub(r"--(partner|judge)", r"--eval-\1", str(error)))
-        if args.eval_tasks > len(env.exam.eval_tasks):
-            args.eval_tasks = len(env.exam.eval_tasks)
-            print(f"--eval-tasks: the panel has {args.eval_tasks} conversations, all of them are played")
+        if len(env.exam.sides) == 2 and args.eval_tasks > 1:  # each conversation is an episode for both sides
+            print(f"--eval-tasks {args.eval_tasks}: the two sides of {args.eval_tasks // 2} conversations")
+            args.eval_tasks //= 2
         return env
 
     def hard(self, task: int) -> bool:

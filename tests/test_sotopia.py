@@ -658,7 +658,9 @@ def test_arguments_that_do_not_go_together_are_refused():
         (dict(partner_url="http://localhost:1/v1"), "--partner-model"),
         (dict(judge_url="http://localhost:1/v1"), "--judge-model"),
         (dict(judge_url="localhost:1", judge_model="m"), "--judge-url"),
-        (dict(judge, in_flight=0), "in_flight"),
+        (dict(judge, in_flight=0), "--in-flight 0"),
+        (dict(judge, tries=0), "--tries 0"),
+        (dict(judge, timeout=-1.0), "--timeout -1.0"),
     ):
         with pytest.raises(ValueError, match=message):
             Sotopia(**wrong)
@@ -853,7 +855,7 @@ def test_flags_that_do_not_go_together_end_with_their_name(capsys):
             Sotopia.from_args(flags(**wrong))
     args = flags(partner="self")
     Sotopia.from_args(args)
-    assert args.eval_tasks == 64 and "64 conversations" in capsys.readouterr().out
+    assert args.eval_tasks == 64 and "--eval-tasks 128: the two sides of 64 conversations" in capsys.readouterr().out
 
 
 def test_a_batch_is_played_as_its_episodes_are_alone(env):
