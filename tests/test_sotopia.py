@@ -770,7 +770,7 @@ def test_self_chat_trains_on_both_sides_and_counts_no_token_twice(script, histor
             said, thought = parse_action(step.action), re.search("<think>(.*?)</think>", step.action).group(1)
             if len(t.steps) > number + (own.side == 0) and not history:  # the last words fall when nobody speaks on
                 assert f": {said}\n" in heard
-            assert thought not in heard
+            assert f"<think>{thought}</think>" not in heard
     # both have an outcome of their own, by one agreement
     rule_scores = [e.conversation.scenario.rule.score(e.conversation.transcript, e.side) / 10 for e in episodes]
     assert [t.outcome for t in trajectories] == rule_scores and len({round(score, 2) for score in rule_scores}) > 10
