@@ -100,10 +100,9 @@ def partner_words(text: str, name: str) -> str | None:
 def partner_messages(scenario: Scenario, side: int, transcript: Transcript) -> list[dict]:
     """The conversation as a partner's endpoint sees it from its side: its own words are the assistant's."""
     messages = [{"role": "system", "content": f"{background(scenario, side)}\n{PARTNER_RULES}"}]
-    for who, words in transcript:
-        if words:  # a template's token in somebody's speech stays plain text
-            plain = words.replace("<|", "< |")
-            messages.append({"role": "assistant" if who == side else "user", "content": plain})
+    for who, words in transcript:  # a template's token in somebody's speech stays plain text
+        plain = words.replace("<|", "< |") if words else "(says nothing)"
+        messages.append({"role": "assistant" if who == side else "user", "content": plain})
     return messages
 
 
@@ -363,11 +362,11 @@ class Sotopia:
         return results
 
     def answer(self, conversations: list[Conversation]) -> None:
-        """The partner's turn in each of these, all at once; silence is answered by silence."""
+        """The partner's turn in each of these, all at once; the scripted one answers silence by silence."""
         asked = []
         for c in conversations:
             agent, words = c.transcript[-1]
-            if words is None or self.partner is None:
+            if self.partner is None:
                 c.add(1 - agent, c.partner.reply(words) if words else None)
             else:
                 asked.append((c, 1 - agent))
