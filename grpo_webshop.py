@@ -436,11 +436,7 @@ class VllmEngine:
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    try:
-        source, number, human = args.webshop_data or None, args.num_products or None, args.goals == "human"
-        env = WebShop(source, number, max_steps=args.max_steps, human_goals=human, outcome=args.outcome)
-    except ValueError as error:
-        sys.exit(f"--webshop-data {args.webshop_data}: {error}" if args.webshop_data else str(error))
+    env = WebShop.from_args(args)
     # === block: setup ===
     path, device, name = check(args, env), "cuda" if torch.cuda.is_available() else "cpu", Path(sys.argv[0]).stem
     new = Path(args.runs_dir, args.run_name or f"{name}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -91,6 +91,8 @@ class Args:
     learning_rate: float = 1e-3  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
     ratio: Literal["step", "step-mean", "token"] = "step"  # of a step's tokens (paper), their mean (GSPO), each (PPO)
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # of the episode advantage A^E: iStar plugs into each
+    pair_margin: float = 0.0  # a pair's outcomes differ by more than this
+    # === block: prm args ===
     alpha: float = 0.1  # weight of the step advantage A^S (the paper: 1)
     beta: float = 0.05  # scale of the PRM's rewards and of its DPO loss; 0: the PRM does not learn, step rewards are 0
     prm_learning_rate: float = 1e-3  # of the PRM's adapter (AdamW); the paper has 1e-6 for 7B
@@ -98,12 +100,12 @@ class Args:
     prm_steps: int = 1  # optimiser steps of the PRM in an iteration, each over all pairs
     prm_score: Literal["after", "before"] = "after"  # score steps after or before the PRM's update (its code: before)
     prm_reduce: Literal["sum", "mean"] = "sum"  # a trajectory's log ratios over steps; the paper: sum, its code: mean
-    pair_margin: float = 0.0  # a pair's outcomes differ by more than this
     mixed_groups_only: bool = True  # A^S only in groups of both outcomes: alone it kept moving collapsed policies
     step_std_floor: float = 0.1  # under the std of a group's step rewards: an uninformed PRM must not become noise
     equal_length_pairs: bool = True  # compare first min(T+, T-) steps: failures are longest, length alone would rank
     prm_drift_bound: float = 0.3  # a step's |log pi_phi - log pi_old| [nats] beyond this costs its square
     prm_weight_decay: float = 0.01  # AdamW's, on the adapter: pulls the PRM back to the initial model
+    # === end block ===
 
 
 # === block: data ===
@@ -555,10 +557,7 @@ class VllmEngine:
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    try:
-        env = Sokoban(args.num_boxes, args.room_size, args.max_steps)
-    except ValueError as error:
-        sys.exit(str(error))
+    env = Sokoban.from_args(args)
     # === block: setup ===
     path, device, name = check(args, env), "cuda" if torch.cuda.is_available() else "cpu", Path(sys.argv[0]).stem
     new = Path(args.runs_dir, args.run_name or f"{name}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

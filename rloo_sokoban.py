@@ -420,10 +420,7 @@ class VllmEngine:
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    try:
-        env = Sokoban(args.num_boxes, args.room_size, args.max_steps)
-    except ValueError as error:
-        sys.exit(str(error))
+    env = Sokoban.from_args(args)
     # === block: setup ===
     path, device, name = check(args, env), "cuda" if torch.cuda.is_available() else "cpu", Path(sys.argv[0]).stem
     new = Path(args.runs_dir, args.run_name or f"{name}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import io
 import random
+import sys
 from collections import deque
 
 import numpy as np
@@ -186,6 +187,14 @@ class Sokoban:
             raise ValueError(f"--room-size {size} --num-boxes {num_boxes}: a room has a side of at least 5 and a box")
         self.num_boxes, self.size, self.max_steps = num_boxes, size, max_steps
         self.name = f"sokoban {size}x{size}, {num_boxes} box{'es' * (num_boxes > 1)}, {max_steps} steps"
+
+    @classmethod
+    def from_args(cls, args) -> "Sokoban":
+        """The environment of a script's flags; exits with one line that names what cannot be."""
+        try:
+            return cls(args.num_boxes, args.room_size, args.max_steps)
+        except ValueError as error:
+            sys.exit(str(error))
 
     def room(self, task: int) -> Room:
         if task in self.eval_tasks:

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import random
 import re
+import sys
 from functools import cache
 from importlib.metadata import version
 
@@ -397,6 +398,15 @@ class WebShop:
         goals = f"{len(self.goals)} {'human' if human_goals else 'synthetic'} goals"
         source = "own shop" if data is None else data
         self.name = f"webshop ({source}): {len(self.catalog.products)} products, {goals}, {max_steps} steps"
+
+    @classmethod
+    def from_args(cls, args) -> "WebShop":
+        """The environment of a script's flags; exits with one line where they or the data cannot be used."""
+        source, number, human = args.webshop_data or None, args.num_products or None, args.goals == "human"
+        try:
+            return cls(source, number, max_steps=args.max_steps, human_goals=human, outcome=args.outcome)
+        except ValueError as error:
+            sys.exit(f"--webshop-data {args.webshop_data}: {error}" if args.webshop_data else str(error))
 
     def reset(self, task: int) -> "Episode":
         if task not in self.eval_tasks and task not in self.train_tasks:

@@ -26,7 +26,7 @@ REQUIRED = (  # (pattern of the file's name, blocks it must hold)
     ("*_webshop.py", ("webshop args",)),
     ("*_sotopia.py", ("sotopia args",)),
     ("istar_*.py", ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "outcome_slope", "istar")),
-    ("istar_*.py", ("prm setup", "prm iteration")),
+    ("istar_*.py", ("prm args", "prm setup", "prm iteration")),
     ("rloo_*.py", ("rloo_advantages",)),
     ("grpo_*.py", ("grpo_advantages", "outcome_slope")),
     ("warm_start.py", ("data", "rollout")),
