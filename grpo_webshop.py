@@ -409,11 +409,13 @@ def main():
             laps["logprobs"] = time.perf_counter()
             # === end block ===
 
+            # === block: grpo iteration ===
             # ------------ 3. Advantages: the outcome, standardised over its group ------------
             advantages = grpo_advantages(batch.outcomes, batch.group)  # [N]
             penalty = args.invalid_penalty * outcome_slope(batch.outcomes, advantages, batch.group)  # [N]
             advantages = advantages[batch.step_traj] - penalty[batch.step_traj] * invalid  # [S]
             columns = {"advantage": advantages}  # [S]
+            # === end block ===
 
             # === block: update ===
             # ------------ 5. Policy update: clipped surrogate; then the engine gets the new weights ------------

@@ -419,11 +419,13 @@ def main():
             laps["logprobs"] = time.perf_counter()
             # === end block ===
 
+            # === block: reinforce_pp iteration ===
             # ------------ 3. Advantages: the outcome against the group's mean, on the batch's scale ------------
             advantages = reinforce_pp_advantages(batch.outcomes, batch.group, batch.step_traj)  # [N]
             slope = outcome_slope(batch.outcomes, advantages, batch.group).max()  # one for the batch
             advantages = whitened(advantages, batch.step_traj) - args.invalid_penalty * slope * invalid  # [S]
             columns = {"advantage": advantages}  # [S]
+            # === end block ===
 
             # === block: update ===
             # ------------ 5. Policy update: clipped surrogate; then the engine gets the new weights ------------

@@ -25,6 +25,10 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from envs.checkpoints import rows_of
+
 BEGINS = "an iteration:"  # what a script prints when all is loaded
 SMALL = "--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 4 --max-steps 4 --seed 5"
 
@@ -45,9 +49,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 def rows(run: Path) -> list[dict]:
     """The whole lines of metrics.jsonl."""
-    path = run / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return rows_of(run / "metrics.jsonl")
 
 
 def finish(process: subprocess.Popen, home: Path, name: str) -> None:

@@ -27,13 +27,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from envs.checkpoints import rows_of
+
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-def rows_of(path: Path) -> list[dict]:
-    """The rows of metrics.jsonl of a run; none where it never began."""
-    metrics = path / "metrics.jsonl"
-    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
 def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict]:
@@ -41,7 +39,7 @@ def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict
     name = "".join(c if c.isalnum() else "-" for c in f"{command} {seed}")
     environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": str(len(cores))}
     arguments = [*shlex.split(command), "--seed", str(seed), "--runs-dir", str(directory), "--run-name", name]
-    if rows := rows_of(directory / name):
+    if rows := rows_of(directory / name / "metrics.jsonl"):
         if rows[-1]["iteration"] == json.loads((directory / name / "args.json").read_text())["iterations"]:
             return rows
     with (directory / f"{name}.log").open("w") as log:
@@ -54,7 +52,26 @@ def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
             check=False,
         )
-    return rows_of(directory / name)
+    return rows_of(directory / name / "metrics.jsonl")
+
+
+def run_all(tasks: list[tuple[str, int]], jobs: int, directory: Path) -> list[list[dict]]:
+    """The rows of each (command, seed), `jobs` runs at a time, each bound to its share of the cores."""
+    directory.mkdir(parents=True, exist_ok=True)
+    cores, free = sorted(os.sched_getaffinity(0)), Queue()
+    for job in range(jobs):
+        free.put(cores[job::jobs] or cores)
+
+    def one(task):
+        command, seed = task
+        share = free.get()
+        rows = run(command, seed, share, directory)
+        free.put(share)
+        print(f"{command} seed {seed}: {len(rows)} rows", flush=True)
+        return rows
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, tasks))
 
 
 def measure(evaluations: list[dict]) -> str:
@@ -107,23 +124,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the cores are divided between them")
     parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "benchmarks")
     arguments = parser.parse_args()
-    arguments.runs_dir.mkdir(parents=True, exist_ok=True)
     RESULTS.mkdir(exist_ok=True)
-    cores, free = sorted(os.sched_getaffinity(0)), Queue()
-    for job in range(arguments.jobs):
-        free.put(cores[job :: arguments.jobs] or cores)
-
-    def one(task):
-        command, seed = task
-        share = free.get()
-        rows = run(command, seed, share, arguments.runs_dir)
-        free.put(share)
-        print(f"{command} seed {seed}: {len(rows)} rows", flush=True)
-        return [{"command": command, "seed": seed, **row} for row in rows if "eval/success" in row]
-
     tasks = [(command, seed) for seed in arguments.seeds for command in arguments.command]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        evaluations = [row for rows in pool.map(one, tasks) for row in rows]
+    evaluations = [
+        {"command": command, "seed": seed, **row}
+        for (command, seed), rows in zip(tasks, run_all(tasks, arguments.jobs, arguments.runs_dir))
+        for row in rows
+        if "eval/success" in row
+    ]
     evaluations.sort(key=lambda e: (arguments.command.index(e["command"]), e["seed"], e["iteration"]))
     if not evaluations:
         sys.exit(f"no run came to its first evaluation: see the logs in {arguments.runs_dir}")

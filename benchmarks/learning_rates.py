@@ -10,13 +10,10 @@ learnt, and how soon. Runs that came to their end are not run again. Written: be
 
 import argparse
 import json
-import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 
-from learning_curves import RESULTS, ROOT, run
+from learning_curves import RESULTS, ROOT, run_all
 
 
 def main() -> None:
@@ -29,29 +26,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the cores are divided between them")
     parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "benchmarks")
     arguments = parser.parse_args()
-    arguments.runs_dir.mkdir(parents=True, exist_ok=True)
-    cores, free = sorted(os.sched_getaffinity(0)), Queue()
-    for job in range(arguments.jobs):
-        free.put(cores[job :: arguments.jobs] or cores)
-
-    def one(task):
-        script, rate = task
-        command = f"{script}.py --learning-rate {rate} --iterations {arguments.iterations} --eval-every 5"
-        share = free.get()
-        rows = run(command, arguments.seed, share, arguments.runs_dir)
-        free.put(share)
+    budget, results = f"--iterations {arguments.iterations} --eval-every 5", []
+    tried = [(script, rate) for script in arguments.scripts for rate in arguments.rates]
+    tasks = [(f"{script}.py --learning-rate {rate} {budget}", arguments.seed) for script, rate in tried]
+    for (script, rate), (command, _), rows in zip(tried, tasks, run_all(tasks, arguments.jobs, arguments.runs_dir)):
         seen = [row for row in rows if "eval/success" in row]
         if not seen or seen[-1]["iteration"] != arguments.iterations:
             sys.exit(f"{command}: did not come to its end, see the log in {arguments.runs_dir}")
         result = {"script": script, "rate": rate, "minutes": rows[-1]["time/elapsed"] / 60}
         result |= {"before": seen[0]["eval/success"], "last": seen[-1]["eval/success"]}
         result["mean"] = sum(row["eval/success"] for row in seen[1:]) / len(seen[1:])
-        print(json.dumps(result), flush=True)
-        return result
-
-    tasks = [(script, rate) for script in arguments.scripts for rate in arguments.rates]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(one, tasks))
+        results.append(result)
     lines = [f"`python benchmarks/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}`", ""]
     lines += ["Success on the panel: mean of the evaluations, and the last one in brackets.", ""]
     lines += [f"| script | before | {' | '.join(arguments.rates)} |", f"|{'---|' * (2 + len(arguments.rates))}"]

@@ -10,13 +10,14 @@ weights and, on a GPU, 40 % of the card while it is awake. Written: benchmarks/r
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+
+from throughput import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied embeddings
@@ -71,9 +72,7 @@ def predict(shape, tokens: int, action_share: float, lora_rank: int, prm_rank: i
 def measure(path: str, tokens: int, lora_rank: int, dtype: str) -> None:
     """Print what one update of each network adds to this process's memory [bytes]."""
     sys.path.insert(0, str(ROOT))
-    spec = importlib.util.spec_from_file_location("istar_sokoban", ROOT / "istar_sokoban.py")
-    istar = sys.modules["istar_sokoban"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(istar)
+    istar = load_script("istar_sokoban")
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 

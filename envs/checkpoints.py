@@ -39,6 +39,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+from envs.engines import assert_finite, plain
+
 FORMAT = 1  # of a checkpoint
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep".split()
@@ -104,7 +106,7 @@ def find_run(args, script: str) -> Path | None:
             saved, first = read_json(run / "args.json"), read_json(run / "run.json")["starts"][0]
         except (OSError, ValueError, KeyError):
             continue  # not a run, or one that never began
-        last = max((int(path.name) for path in (run / "checkpoints").glob("[0-9]" * 6)), default=0)
+        last = max((int(path.name) for path in kept_in(run)), default=0)
         ours = first["script"] == script and flags.items() <= saved.items()
         if ours and last < args.iterations:
             return run
@@ -227,7 +229,7 @@ def replace_file(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def append(path: Path, lines: list[str]) -> None:
@@ -238,14 +240,15 @@ def append(path: Path, lines: list[str]) -> None:
         os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
+def sync(path: Path) -> None:
+    """See a file or a directory's entries on the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
-def rows_of(path: Path, last: int) -> list[dict]:
-    """The rows of a .jsonl up to iteration `last`; a line that a kill tore is none."""
+def rows_of(path: Path, last: float = math.inf) -> list[dict]:
+    """The rows of a .jsonl up to iteration `last`; a line that a kill tore is none. No file: no rows."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -282,8 +285,7 @@ def save_checkpoint(run: Path, rows: list[dict], networks: dict, policy_weights,
     try:
         for name, (model, optimizer) in networks.items():
             if name == "policy":
-                plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-                plain.save_pretrained(draft / name, state_dict=dict(policy_weights))
+                plain(model).save_pretrained(draft / name, state_dict=dict(policy_weights))
             else:
                 model.save_pretrained(draft, selected_adapters=[name])  # peft adds the adapter's name to the path
             for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
@@ -298,17 +300,21 @@ def save_checkpoint(run: Path, rows: list[dict], networks: dict, policy_weights,
         about = {"format": FORMAT, "iteration": iteration, "best": best, "skipped": skipped, "files": sums}
         write_json(draft / "state.json", about | {"sum": sum_of(about)})
         for file in (*files, *(directory for directory in draft.rglob("*") if directory.is_dir())):
-            sync_directory(file)
+            sync(file)
         draft.rename(path)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
     link(run, path, networks, best)
-    kept = sorted(path.parent.glob("[0-9]" * 6))[-args.keep :]
-    for old in path.parent.glob("[0-9]" * 6):
-        if old not in kept and not (best and int(old.name) == best[0]):
+    for old in kept_in(run)[: -args.keep]:
+        if not (best and int(old.name) == best[0]):
             shutil.rmtree(old)
+
+
+def kept_in(run: Path) -> list[Path]:
+    """The run's checkpoints, the oldest first; a draft and damaged ones are none."""
+    return sorted((run / "checkpoints").glob("[0-9]" * 6))
 
 
 def sum_of(about: dict) -> str:
@@ -332,7 +338,7 @@ def load_checkpoint(run: Path, networks: dict) -> tuple[int, list[dict]]:
 
     A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken. Exits with one line
     that names the file where none is whole, or where one was written by a newer version or for another model."""
-    found, path, reason = sorted((run / "checkpoints").glob("[0-9]" * 6), reverse=True), None, None
+    found, path, reason = kept_in(run)[::-1], None, None
     if (run / "checkpoints" / "draft").exists():
         tqdm.write(f"{run}/checkpoints/draft: a checkpoint that was being written when the run stopped; left out")
         shutil.rmtree(run / "checkpoints" / "draft")
@@ -428,13 +434,6 @@ def take_step(optimizer, loss: float, max_norm: float) -> float:
     return math.nan
 
 
-def assert_finite(weights) -> None:
-    """Raise FloatingPointError where one of these (name, tensor) has a number that is not finite."""
-    for name, tensor in weights:
-        if not tensor.isfinite().all():
-            raise FloatingPointError(f"the weights are not finite ({name})")
-
-
 def begin(env, tasks: list[int]) -> tuple[list[int], list]:
     """(tasks, episodes) that could be reset; where an environment raises, the task is named and left out."""
     if hasattr(env, "start"):  # of conversations; in self-chat both sides of each
@@ -478,12 +477,12 @@ def survive(run: Path, board):
         with told_when_full(run):
             yield batch
     except KeyboardInterrupt as error:
-        sys.exit(f"\nstopped{' by ' + str(error) if str(error) else ''}{kept_in(run)}")
+        sys.exit(f"\nstopped{' by ' + str(error) if str(error) else ''}{how_to_go_on(run)}")
     except FloatingPointError as error:
         file = run / f"batch-{batch.get('iteration', 0):06d}.json"
-        write_json(file, {key: plain(value) for key, value in batch.items()})
+        write_json(file, {key: as_json(value) for key, value in batch.items()})
         advice = "a smaller --learning-rate, named in --override, may help"
-        sys.exit(f"\nstopped: {error}; the batch is in {file}{kept_in(run)} ({advice})")
+        sys.exit(f"\nstopped: {error}; the batch is in {file}{how_to_go_on(run)} ({advice})")
     finally:
         signal.signal(signal.SIGTERM, before)
         board.finish()
@@ -498,20 +497,20 @@ def told_when_full(run: Path):
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) not in FULL and not any(f"os error {code}" in str(error) for code in FULL):
             raise
-        sys.exit(f"\nstopped: the disk is full ({error}){kept_in(run)}, when there is space again")
+        sys.exit(f"\nstopped: the disk is full ({error}){how_to_go_on(run)}, when there is space again")
 
 
 def raise_terminated(*_):
     raise KeyboardInterrupt("SIGTERM")
 
 
-def kept_in(run: Path) -> str:
-    last = max((path.name for path in (run / "checkpoints").glob("[0-9]" * 6)), default=None)
-    what = f"iteration {int(last)} is kept in {run}" if last else "no iteration was finished"
+def how_to_go_on(run: Path) -> str:
+    kept = kept_in(run)
+    what = f"iteration {int(kept[-1].name)} is kept in {run}" if kept else "no iteration was finished"
     return f": {what}; go on with --resume {run}"
 
 
-def plain(value):
+def as_json(value):
     """Trajectories and tensors as JSON can say them."""
     if isinstance(value, list):
         return [asdict(item) for item in value]

@@ -16,8 +16,6 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from envs.checkpoints import assert_finite
-
 
 def plain(model):
     """The transformers model itself, with its adapters' layers inside if it has any."""
@@ -33,6 +31,13 @@ def policy_weights(model):
             parameter = parameter + causal.get_submodule(layer).get_delta_weight("policy")
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def assert_finite(weights) -> None:
+    """Raise FloatingPointError where one of these (name, tensor) has a number that is not finite."""
+    for name, tensor in weights:
+        if not tensor.isfinite().all():
+            raise FloatingPointError(f"the weights are not finite ({name})")
 
 
 class HfEngine:

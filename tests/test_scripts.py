@@ -37,7 +37,7 @@ OWN = {  # what a script of an algorithm logs beside ALWAYS, and of each step in
     "gigpo": (["anchor/shared", "anchor/groups", "anchor/largest", "anchor/felt"], ["step_advantage"]),
 }
 # Each kind of network that a checkpoint holds, in each environment that has it; the rest is the same blocks again.
-LASTING = [script for script in READY if script.startswith(("istar_", "prime_", "ppo_", "grpo_"))]
+LASTING = [script for script in READY if script.startswith(("istar_", "prime_", "ppo_", "grpo_", "rloo_"))]
 PUBLISHED = ROOT.parent / "shared" / "sotopia"  # SOTOPIA's own files, which are not part of the repository
 VLLM = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
 
