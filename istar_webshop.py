@@ -39,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from envs import processes
 from envs.bookkeeping import announce, check, describe, record, report, spent
 from envs.checkpoints import attempt, begin, load_checkpoint, open_run, save_checkpoint, survive, take_step
 from envs.engines import HfEngine, VllmEngine, plain, policy_weights
@@ -90,6 +91,7 @@ class Args:
     override: tuple[str, ...] = ()  # flags that may differ from those of the run to be resumed: learning-rate seed
     save_every: int = 1  # iterations from one checkpoint to the next
     keep: int = 2  # checkpoints that are kept, the last ones; that of the best evaluation is kept too
+    processes: int = 1  # how many the launcher starts (README, "Several processes"); another number is refused
     trust_remote_code: bool = False  # run the program that comes with --model; off: such a model is refused
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
     # === end block ===
@@ -192,24 +194,28 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
         logits = causal.get_output_embeddings()(hidden).float() / args.temperature  # [c, vocabulary]
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
+    def forward():  # -> [k]
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
+            predicts = steps[:, 1:] >= 0  # [B, T-1] position t predicts token t+1
+            chunk = max(1, 2**28 // causal.config.vocab_size)
+            parts = [*zip(hidden[:, :-1][predicts].split(chunk), ids[:, 1:][predicts].split(chunk))]
+            again = len(parts) > 1
+            parts = [checkpoint(head, *part, use_reentrant=False) if again else head(*part) for part in parts]
+        return torch.cat(parts)
+
     ids = pad([s[0] for s in sequences], batch_first=True).to(device)  # [B, T]
     steps = pad([s[1] for s in sequences], batch_first=True, padding_value=-1).to(device)  # [B, T]
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
-        predicts = steps[:, 1:] >= 0  # [B, T-1] position t predicts token t+1
-        chunk = max(1, 2**28 // causal.config.vocab_size)
-        parts = [*zip(hidden[:, :-1][predicts].split(chunk), ids[:, 1:][predicts].split(chunk))]
-        logprobs = [checkpoint(head, *part, use_reentrant=False) if len(parts) > 1 else head(*part) for part in parts]
-    return torch.cat(logprobs)
+    return processes.through(causal, forward)
 
 
 @torch.no_grad()
 def score_tokens(model, batch: Batch, args, label: str, members: list[int] | None = None) -> torch.Tensor:
     """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time; 0 where a sequence is no member."""
     logprobs, micro = torch.zeros(len(batch.token_step)), micro_batches(batch, args.micro_batch_tokens, members)
-    for sequences, places in tqdm(micro, label, leave=False, disable=None):
+    for sequences, places in tqdm(processes.share(micro, even=True), label, leave=False, disable=None):
         logprobs[places] = action_logprobs(model, sequences, args).cpu()
-    return logprobs
+    return processes.total(logprobs)
     # === end block ===
 
 
@@ -347,7 +353,7 @@ def prm_update(prm, optimizer, batch: Batch, old_logprobs: torch.Tensor, pairs: 
     gradient. old_logprobs [K]. Numbers are those before the step: of episodes not learnt from."""
     losses, sides, budget = [], [], args.micro_batch_tokens
     optimizer.zero_grad()
-    for trajectories, members in tqdm(bundles(batch, pairs, budget), "PRM", leave=False, disable=None):
+    for trajectories, members in tqdm(processes.share(bundles(batch, pairs, budget)), "PRM", leave=False, disable=None):
         some = [pair for pair in pairs if pair[0] in trajectories]
         micro, log_ratios = micro_batches(batch, budget, members), torch.zeros_like(old_logprobs)  # [K]
         logprobs, held = [], 0
@@ -366,8 +372,8 @@ def prm_update(prm, optimizer, batch: Batch, old_logprobs: torch.Tensor, pairs: 
             (values * weights[batch.token_step[places]].to(values.device)).sum().backward()
         losses.append(loss.item())
         sides.append(both.detach())
-    loss, sides = sum(losses), torch.cat(sides)
-    norm = take_step(optimizer, loss, args.max_grad_norm)  # nan: not finite, so not taken
+    norm = take_step(optimizer, sum(losses), args.max_grad_norm)  # nan: not finite, so not taken
+    loss, sides = sum(processes.gather(losses)), torch.cat(processes.gather(sides))
     margins = args.beta * (sides[0::2] - sides[1::2])  # [P]
     stats = {"loss": loss, "pair_accuracy": (margins > 0).double().mean().item(), "margin": margins.mean().item()}
     return {f"prm/{key}": value for key, value in (stats | {"grad_norm": norm, "skipped": int(norm != norm)}).items()}
@@ -404,7 +410,7 @@ class Chat:
 def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float, label: str) -> list[Trajectory]:
     """One trajectory per episode of tasks, all played side by side: each round, one answer of all whose turn it is. An
     environment of conversations (it has `start`) takes a round's answers together, and drops who got no outcome."""
-    together, (tasks, episodes) = hasattr(env, "start"), begin(env, tasks)
+    together, (tasks, episodes) = hasattr(env, "start"), begin(env, processes.own(tasks))
     prompts = dict(zip(tasks, (episode.prompt for episode in episodes)))
     assert all(prompts[task] == e.prompt for task, e in zip(tasks, episodes)), "a group's first observations differ"
     trajectories = [Trajectory(task, [], [], 0.0, [], []) for task in tasks]
@@ -448,7 +454,7 @@ def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float,
     progress.close()
     for t, e, kept in zip(trajectories, episodes, env.finish(episodes)) if together else ():
         t.outcome, t.success, t.score = (e.outcome, e.success, e.score) if kept else (None, False, 0.0)
-    return [t for t in trajectories if t.outcome is not None]
+    return processes.gather([t for t in trajectories if t.outcome is not None])
     # === end block ===
 
 
@@ -477,7 +483,7 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
     gradient is summed over micro-batches, weighted by their numbers of ratios: it equals that of one large batch."""
     names, count, traj_of = ("loss", "clip_fraction", "approx_kl", "ratio"), 0, batch.step_traj[batch.token_step]  # [K]
     totals, norms = {f"policy/{name}": 0.0 for name in names}, []
-    shares = torch.randperm(len(batch.outcomes)).chunk(args.minibatches)
+    shares = processes.from_first(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
     for share in tqdm(shares, "update", leave=False, disable=None):
         tokens = torch.isin(traj_of, share)  # [K]
         units = int(tokens.sum()) if args.ratio == "token" else len(batch.token_step[tokens].unique())
@@ -485,9 +491,13 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
         members = [i for i, (_, _, places) in enumerate(batch.sequences) if felt[places].any()]
         optimizer.zero_grad()
         before = totals["policy/loss"]
-        for sequences, places in micro_batches(batch, args.micro_batch_tokens, members):
+        micro = micro_batches(batch, args.micro_batch_tokens, members)
+        for sequences, places in processes.share(micro, even=True):
             step, local = batch.token_step[places].unique(return_inverse=True)  # [s] of the batch's S, [k] into them
             new = action_logprobs(policy, sequences, args)
+            if not len(places):  # only to take part: FSDP gathers the weights for all processes at once
+                new.sum().backward()
+                continue
             new = ratio_units(new, local.to(new.device), len(step), args.ratio)
             old = ratio_units(old_logprobs[places], local, len(step), args.ratio).to(new.device)
             unit_advantages = advantages[step[local] if args.ratio == "token" else step].to(new.device)
@@ -497,7 +507,8 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
             for key, value in {"loss": loss.item(), **stats}.items():
                 totals[f"policy/{key}"] += value * len(new)
         norms.append(take_step(optimizer, totals["policy/loss"] - before, args.max_grad_norm))
-    means, taken = {key: total / max(count, 1) for key, total in totals.items()}, [n for n in norms if n == n]
+    *sums, count = processes.total([*totals.values(), count])
+    means, taken = {key: total / max(count, 1) for key, total in zip(totals, sums)}, [n for n in norms if n == n]
     skipped = len(norms) - len(taken)  # updates whose loss or gradient was not finite
     return means | {"policy/grad_norm": sum(taken) / max(len(taken), 1), "policy/skipped": skipped}
 
@@ -522,7 +533,7 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     env = WebShop.from_args(args)
     # === block: setup ===
-    path, device, name = check(args, env), "cuda" if torch.cuda.is_available() else "cpu", Path(sys.argv[0]).stem
+    path, device, name = check(args, env), processes.start(args), Path(sys.argv[0]).stem
     run, board = open_run(args, name, path, env)
     torch.manual_seed(args.seed)
     read = dict(use_safetensors=True, trust_remote_code=args.trust_remote_code)
@@ -535,7 +546,8 @@ def main():
     chat = Chat(tokenizer, stop_ids)
     kind = args.engine if args.engine != "auto" else "vllm" if find_spec("vllm") else "hf"
     engine = (VllmEngine if kind == "vllm" else HfEngine)(path, stop_ids, args)
-    policy = (add_adapter(policy, "policy", args.policy_lora_rank) if args.policy_lora_rank else policy).to(device)
+    policy = add_adapter(policy, "policy", args.policy_lora_rank) if args.policy_lora_rank else policy
+    policy = processes.shard(policy).to(device)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
     networks = {"policy": (policy, optimizer)}
@@ -555,13 +567,13 @@ def main():
     panel = [task for task in exam.eval_tasks[: args.eval_tasks] for _ in range(args.eval_samples)]
     sit = (exam, engine, chat, panel, args, args.eval_temperature, "evaluation")
     engine.load(activate(policy, "policy"))
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed + processes.rank())
     with survive(run, board) as last:
         if not saved:
             record(run, rows, {"iteration": 0, "time/elapsed": 0.0, **describe(rollout(*sit), "eval", exam)}, board)
         for iteration in range(saved + 1, 0 if args.eval_only else args.iterations + 1):
             random.seed(f"{args.seed} {iteration}")  # what an iteration draws depends on nothing before it
-            torch.manual_seed(args.seed + 1_000_003 * iteration)
+            torch.manual_seed(args.seed + 1_000_003 * iteration + processes.rank())
             np.random.seed((args.seed + 1_000_003 * iteration) % 2**32)
             row, laps = {"iteration": iteration}, {"": time.perf_counter()}
 

@@ -37,6 +37,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from envs import processes
 from envs.bookkeeping import describe
 from envs.checkpoints import attempt, begin
 from envs.engines import HfEngine, plain
@@ -169,24 +170,28 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
         logits = causal.get_output_embeddings()(hidden).float() / args.temperature  # [c, vocabulary]
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
+    def forward():  # -> [k]
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+            hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
+            predicts = steps[:, 1:] >= 0  # [B, T-1] position t predicts token t+1
+            chunk = max(1, 2**28 // causal.config.vocab_size)
+            parts = [*zip(hidden[:, :-1][predicts].split(chunk), ids[:, 1:][predicts].split(chunk))]
+            again = len(parts) > 1
+            parts = [checkpoint(head, *part, use_reentrant=False) if again else head(*part) for part in parts]
+        return torch.cat(parts)
+
     ids = pad([s[0] for s in sequences], batch_first=True).to(device)  # [B, T]
     steps = pad([s[1] for s in sequences], batch_first=True, padding_value=-1).to(device)  # [B, T]
-    with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-        hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
-        predicts = steps[:, 1:] >= 0  # [B, T-1] position t predicts token t+1
-        chunk = max(1, 2**28 // causal.config.vocab_size)
-        parts = [*zip(hidden[:, :-1][predicts].split(chunk), ids[:, 1:][predicts].split(chunk))]
-        logprobs = [checkpoint(head, *part, use_reentrant=False) if len(parts) > 1 else head(*part) for part in parts]
-    return torch.cat(logprobs)
+    return processes.through(causal, forward)
 
 
 @torch.no_grad()
 def score_tokens(model, batch: Batch, args, label: str, members: list[int] | None = None) -> torch.Tensor:
     """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time; 0 where a sequence is no member."""
     logprobs, micro = torch.zeros(len(batch.token_step)), micro_batches(batch, args.micro_batch_tokens, members)
-    for sequences, places in tqdm(micro, label, leave=False, disable=None):
+    for sequences, places in tqdm(processes.share(micro, even=True), label, leave=False, disable=None):
         logprobs[places] = action_logprobs(model, sequences, args).cpu()
-    return logprobs
+    return processes.total(logprobs)
     # === end block ===
 
 
@@ -220,7 +225,7 @@ class Chat:
 def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float, label: str) -> list[Trajectory]:
     """One trajectory per episode of tasks, all played side by side: each round, one answer of all whose turn it is. An
     environment of conversations (it has `start`) takes a round's answers together, and drops who got no outcome."""
-    together, (tasks, episodes) = hasattr(env, "start"), begin(env, tasks)
+    together, (tasks, episodes) = hasattr(env, "start"), begin(env, processes.own(tasks))
     prompts = dict(zip(tasks, (episode.prompt for episode in episodes)))
     assert all(prompts[task] == e.prompt for task, e in zip(tasks, episodes)), "a group's first observations differ"
     trajectories = [Trajectory(task, [], [], 0.0, [], []) for task in tasks]
@@ -264,7 +269,7 @@ def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float,
     progress.close()
     for t, e, kept in zip(trajectories, episodes, env.finish(episodes)) if together else ():
         t.outcome, t.success, t.score = (e.outcome, e.success, e.score) if kept else (None, False, 0.0)
-    return [t for t in trajectories if t.outcome is not None]
+    return processes.gather([t for t in trajectories if t.outcome is not None])
     # === end block ===
 
 

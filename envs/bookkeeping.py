@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 from transformers.utils import logging
 
+from envs import processes
 from envs.checkpoints import append, faults, to_json
 
 logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own
@@ -98,6 +99,9 @@ def announce(script: str, env, policy, kind: str, args, run: Path) -> None:
     number, size = args.tasks_per_iteration * args.group_size, sum(p.numel() for p in policy.parameters()) / 1e6
     sampled, scored = number * args.max_steps * args.max_action_tokens, number * args.max_context_tokens
     print(f"{script} on {env.name}: {size:.2f} M parameters, engine {kind}, {policy.device}, all goes to {run}")
+    if processes.count() > 1:
+        how = "sharded (FSDP)" if processes.sharded() else "a copy in each"
+        print(f"{processes.count()} processes, the policy {how}: each has an engine and a share of the tasks")
     print(f"an iteration: {number} episodes, at most {sampled:,} tokens sampled, {scored:,} in the trainer", flush=True)
 
 
@@ -112,8 +116,10 @@ def spent(laps: dict[str, float], rows: list[dict]) -> dict:
 
 def record(run: Path, rows: list[dict], row: dict, board, trajectories=(), columns=None) -> None:
     """Append an iteration's row to rows, metrics.jsonl, the terminal, W&B (board) and curve.png; its trajectories to
-    episodes.jsonl, where each step gets its entry of every column [S]."""
+    episodes.jsonl, where each step gets its entry of every column [S]. Of several processes the first one writes."""
     rows.append(row)
+    if processes.rank():
+        return
     columns = {key: iter(values.tolist()) for key, values in (columns or {}).items()}
     episodes = []
     for t in trajectories:
@@ -144,7 +150,8 @@ def describe(trajectories: list, kind: str, env=None) -> dict:
     by_task = torch.tensor([sum(t.success for t in group) / len(group) for group in groups.values()])
     error = by_task.std(correction=min(1, len(by_task) - 1)).item() / len(by_task) ** 0.5  # of the mean, over tasks
     row = {key: sum(v) / len(v) for key, v in values.items()} | {"success_error": error}
-    row |= {"faults": faults.pop("environment")} if faults["environment"] else {}
+    (raised,) = processes.total([faults.pop("environment", 0)])
+    row |= {"faults": raised} if raised else {}
     return {f"{kind}/{key}": value for key, value in (row | getattr(env, "summary", dict)()).items()}
 
 

@@ -39,6 +39,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
+from envs import processes
 from envs.engines import assert_finite, plain
 
 FORMAT = 1  # of a checkpoint
@@ -64,7 +65,15 @@ def open_run(args, script: str, model: str, env):
 
     `--resume auto` is for schedulers, which start the same command again: the run --run-name where there is one, else
     the newest unfinished run of this script with these flags, else a new run. Exits with one line where the run cannot
-    be had: it does not exist, its flags differ, another process is at work in it."""
+    be had: it does not exist, its flags differ, another process is at work in it. Of several processes the first one
+    opens the run, and the others are told where it is."""
+    run, board = first_opens(args, script, model, env) if processes.rank() == 0 else (None, None)
+    args.resume, run = processes.from_first((args.resume, run))
+    return run, board or wandb.init(mode="disabled")
+
+
+def first_opens(args, script: str, model: str, env):
+    """open_run in the first process."""
     name = args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if args.resume == "auto":
         args.resume = str(find_run(args, script) or "")
@@ -276,22 +285,27 @@ def save_checkpoint(run: Path, rows: list[dict], networks: dict, policy_weights,
 
     networks: {name: (model, optimizer)}; "policy" is saved as one dense network, of pairs (name, tensor), the others as
     the adapter of their name. Trained parameters and their moments go to trained.safetensors as name.index[.moment].
-    Raises FloatingPointError where a parameter is not finite: such a network is not kept."""
+    Raises FloatingPointError where a parameter is not finite: such a network is not kept. Of several processes the
+    first one writes; of a sharded policy the others have parts to give."""
     iteration, best = rows[-1]["iteration"], best_of(rows)
     if iteration % args.save_every and iteration not in (args.iterations, best and best[0]):
         return
     path, draft, state = run / "checkpoints" / f"{iteration:06d}", run / "checkpoints" / "draft", {}
+    for name, (_, optimizer) in networks.items():
+        for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            moments = {f"{name}.{i}.{key}": value for key, value in optimizer.state[parameter].items()}
+            state |= {key: processes.whole(t) for key, t in ({f"{name}.{i}": parameter.detach()} | moments).items()}
+    dense = dict(policy_weights)
+    if processes.rank():
+        return
     shutil.rmtree(draft, ignore_errors=True)
     try:
-        for name, (model, optimizer) in networks.items():
+        assert_finite(state.items())
+        for name, (model, _) in networks.items():
             if name == "policy":
-                plain(model).save_pretrained(draft / name, state_dict=dict(policy_weights))
+                plain(model).save_pretrained(draft / name, state_dict=dense)
             else:
                 model.save_pretrained(draft, selected_adapters=[name])  # peft adds the adapter's name to the path
-            for i, parameter in enumerate(optimizer.param_groups[0]["params"]):
-                moments = {f"{name}.{i}.{key}": value for key, value in optimizer.state[parameter].items()}
-                state |= {f"{name}.{i}": parameter.detach(), **moments}
-        assert_finite(state.items())
         save_file(state, draft / "trained.safetensors")
         tokenizer.save_pretrained(draft / "policy")
         files = sorted(file for file in draft.rglob("*") if file.is_file())
@@ -337,7 +351,10 @@ def load_checkpoint(run: Path, networks: dict) -> tuple[int, list[dict]]:
     that was stopped before its first. Later rows are dropped: these iterations come again.
 
     A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken. Exits with one line
-    that names the file where none is whole, or where one was written by a newer version or for another model."""
+    that names the file where none is whole, or where one was written by a newer version or for another model. Of
+    several processes the first one reads and cleans up before the others read."""
+    if processes.rank():
+        processes.wait()
     found, path, reason = kept_in(run)[::-1], None, None
     if (run / "checkpoints" / "draft").exists():
         tqdm.write(f"{run}/checkpoints/draft: a checkpoint that was being written when the run stopped; left out")
@@ -363,9 +380,12 @@ def load_checkpoint(run: Path, networks: dict) -> tuple[int, list[dict]]:
     with told_when_full(run):
         for name in ("episodes.jsonl", "metrics.jsonl"):
             rows = rows_of(run / name, iteration) if path else []
-            replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
-        if path:
+            if processes.rank() == 0:
+                replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
+        if path and processes.rank() == 0:
             link(run, path, networks, best_of(rows))
+    if processes.rank() == 0:
+        processes.wait()
     return iteration, rows
 
 
@@ -410,9 +430,10 @@ def install(file: Path, tensors: dict, name: str, optimizer) -> None:
         parameter = parameters[int(i)]
         if moment:
             place = "cpu" if moment == ["step"] else parameter.device
-            optimizer.state[parameter][moment[0]] = tensor.to(place)
+            moment_part = tensor if moment == ["step"] else processes.part(tensor.to(place), parameter)
+            optimizer.state[parameter][moment[0]] = moment_part
         else:
-            parameter.data.copy_(tensor)
+            parameter.data.copy_(processes.part(tensor.to(parameter.device), parameter))
 
 
 # ------------ guards ------------
@@ -420,9 +441,12 @@ def install(file: Path, tensors: dict, name: str, optimizer) -> None:
 
 def take_step(optimizer, loss: float, max_norm: float) -> float:
     """Scale gradients down to max_norm and take the optimiser's step: the norm before it. Where the loss or a gradient
-    is not finite there is no step, and nan comes back; the third time in a row raises FloatingPointError."""
+    is not finite there is no step, and nan comes back; the third time in a row raises FloatingPointError. Loss and
+    gradients of several processes are summed first."""
     group = optimizer.param_groups[0]
-    norm = torch.nn.utils.clip_grad_norm_(group["params"], max_norm).item()
+    processes.sum_gradients(group["params"])
+    (loss,) = processes.total([loss])
+    norm = processes.whole(torch.nn.utils.clip_grad_norm_(group["params"], max_norm)).item()
     if math.isfinite(loss) and math.isfinite(norm):
         optimizer.step()
         group["skipped"] = 0
@@ -471,14 +495,17 @@ def survive(run: Path, board):
     """Around the iterations: what stops them leaves one line that says what is kept and how to go on.
 
     Ctrl-C and SIGTERM (a scheduler's), a full disk, and losses that are not finite, of which batch-N.json is left:
-    whatever the script put into the dictionary that this yields. Other errors pass. The W&B run is closed."""
+    whatever the script put into the dictionary that this yields. Other errors pass. The W&B run is closed. Of several
+    processes the first one tells."""
     batch, before = {}, signal.signal(signal.SIGTERM, raise_terminated)
     try:
         with told_when_full(run):
             yield batch
     except KeyboardInterrupt as error:
-        sys.exit(f"\nstopped{' by ' + str(error) if str(error) else ''}{how_to_go_on(run)}")
+        sys.exit(processes.rank() or f"\nstopped{' by ' + str(error) if str(error) else ''}{how_to_go_on(run)}")
     except FloatingPointError as error:
+        if processes.rank():
+            sys.exit(1)
         file = run / f"batch-{batch.get('iteration', 0):06d}.json"
         write_json(file, {key: as_json(value) for key, value in batch.items()})
         advice = "a smaller --learning-rate, named in --override, may help"
@@ -486,7 +513,8 @@ def survive(run: Path, board):
     finally:
         signal.signal(signal.SIGTERM, before)
         board.finish()
-        os.close(locks.pop(run))
+        if run in locks:
+            os.close(locks.pop(run))
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from peft import PeftModel
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from envs import processes
+
 
 def plain(model):
     """The transformers model itself, with its adapters' layers inside if it has any."""
@@ -23,14 +25,15 @@ def plain(model):
 
 
 def policy_weights(model):
-    """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is not touched."""
+    """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is not touched. Of a
+    sharded policy all processes have to ask for all tensors."""
     causal = plain(model)
     for name, parameter in causal.named_parameters():
         layer = name.removesuffix(".base_layer.weight")
         if layer != name and "policy" in causal.get_submodule(layer).lora_A:
             parameter = parameter + causal.get_submodule(layer).get_delta_weight("policy")
         if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), parameter.detach()
+            yield name.replace(".base_layer.", "."), processes.whole(parameter.detach())
 
 
 def assert_finite(weights) -> None:
@@ -83,6 +86,8 @@ class VllmEngine:
         settings = dict(gpu_memory_utilization=0.4, enable_sleep_mode=True) if self.cuda else dict(enforce_eager=True)
         settings |= dict(dtype=args.dtype, seed=args.seed, max_model_len=args.max_context_tokens)
         settings |= dict(skip_tokenizer_init=True, logprobs_mode="processed_logprobs", disable_log_stats=True)
+        if self.cuda and processes.count() > 1:  # an engine for each, in the process group that there is
+            settings |= dict(distributed_executor_backend="external_launcher")
         settings |= dict(load_format="safetensors", trust_remote_code=args.trust_remote_code)
         self.start, self.restarts = lambda: LLM(path, **settings), 0
         self.llm = self.start()
@@ -94,7 +99,7 @@ class VllmEngine:
         try:
             outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
         except Exception as error:  # once in a run a new engine takes its place; the second failure is the run's
-            if self.restarts:
+            if self.restarts or processes.count() > 1:  # several start together or not at all
                 raise
             tqdm.write(f"warning: the engine failed ({type(error).__name__}: {error}); a new one takes its place")
             self.llm, self.restarts = None, 1

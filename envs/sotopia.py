@@ -43,6 +43,7 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
+from envs import processes
 from envs.response import action_words
 from envs.sotopia_judge import DIMENSIONS, Endpoint, EndpointError, Judge, check_url, overall
 from envs.sotopia_scenarios import (
@@ -488,16 +489,17 @@ class Sotopia:
     def summary(self) -> dict[str, float]:
         """What to log of the episodes finished since the last call: goal (0 to 10), goal_hard where any is hard, the
         judge's seven dimensions, conversations lost, and for each endpoint asked, answered, retries and the reasons of
-        failed tries, as "judge/429"."""
-        groups = {"goal": [score * 10 for score, _, _ in self.finished]}
-        groups["goal_hard"] = [score * 10 for score, hard, _ in self.finished if hard]
+        failed tries, as "judge/429". Of several processes those of all."""
+        finished = processes.gather(self.finished)
+        groups = {"goal": [score * 10 for score, _, _ in finished]}
+        groups["goal_hard"] = [score * 10 for score, hard, _ in finished if hard]
         for name in DIMENSIONS if self.judge else ():
-            groups[f"judge/{name}"] = [scores[name] for _, _, scores in self.finished if scores]
+            groups[f"judge/{name}"] = [scores[name] for _, _, scores in finished if scores]
         row = {key: sum(values) / len(values) for key, values in groups.items() if values}
-        row["lost"] = self.reported.get("lost", 0)
+        row["lost"] = sum(processes.gather([self.reported.get("lost", 0)]))
         for role, endpoint in (("partner", self.partner), ("judge", self.judge and self.judge.endpoint)):
             counts = endpoint.counts if endpoint else Counter()
-            row |= {f"{role}/{key}": n for key, n in sorted(counts.items())}
+            row |= {f"{role}/{key}": n for key, n in sorted(sum(processes.gather([counts]), Counter()).items())}
             counts.clear()
         self.finished, self.reported = [], {}
         return row

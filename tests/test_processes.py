@@ -1,0 +1,140 @@
+"""Several processes: their update is that of one, their runs are whole, and a wrong number of them is refused."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+SMALL = "--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4 --iterations 2 --seed 5"
+DIVIDED = str(ROOT / "tests" / "divided.py")
+UPDATES = {"istar_sokoban": ["policy", "prm"], "prime_webshop": ["policy", "prm"], "ppo_webshop": ["policy", "critic"]}
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
+    """A command in two processes: by torchrun, or by accelerate with the configuration for FSDP."""
+    launchers = {
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()],
+        "fsdp": "accelerate.commands.launch --main_process_port".split() + [free_port(), "--config_file"],
+        "cpu": "accelerate.commands.launch --cpu --num_processes 2 --main_process_port".split() + [free_port()],
+    }
+    full = [sys.executable, "-m", *launchers[kind], *([ROOT / "configs" / "fsdp.yaml"] if kind == "fsdp" else [])]
+    alone = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*full, *command], cwd=cwd, capture_output=True, text=True, timeout=1200, env=alone)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def rows(run: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The updates of each script in one process."""
+    home = tmp_path_factory.mktemp("alone")
+    for script in UPDATES:
+        subprocess.run([sys.executable, DIVIDED, script, home / f"{script}.pt"], check=True, cwd=home)
+    return {script: torch.load(home / f"{script}.pt") for script in UPDATES}
+
+
+@pytest.mark.parametrize("kind, script", [*(("torchrun", script) for script in UPDATES), ("fsdp", "istar_sokoban")])
+def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, tmp_path):
+    launch(kind, DIVIDED, script, "two.pt", cwd=tmp_path)
+    one, two = alone[script], torch.load(tmp_path / "two.pt")
+    assert one.keys() == two.keys()
+    for network in UPDATES[script]:
+        assert any(name.startswith(f"{network}.") for name in one)
+    for name, value in one.items():
+        if isinstance(value, dict):  # what the update told
+            assert two[name] == pytest.approx(value, rel=1e-4), name
+        else:
+            assert value.norm() > 1e-6, name
+            assert (two[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("script", ["istar_sokoban", "grpo_sotopia"])
+def test_two_processes_train(script, tmp_path):
+    common = [ROOT / f"{script}.py", *SMALL.split(), "--engine", "hf", "--processes", "2", "--run-name", "two"]
+    done = launch("torchrun", *common, cwd=tmp_path)
+    assert "2 processes, the policy a copy in each" in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("iteration ")] == ["0", "1", "2"]
+    run = tmp_path / "runs" / "two"
+    table, episodes = rows(run, "metrics.jsonl"), rows(run, "episodes.jsonl")
+    assert [row["iteration"] for row in table] == [0, 1, 2] and len(episodes) == 2 * 4 * 4
+    tasks = [episode["task"] for episode in episodes[:16]]
+    assert all(tasks.count(task) == 4 for task in tasks) and tasks == sorted(tasks), "groups are split"
+    assert all(0 < row["policy/engine_gap"] < 1e-3 for row in table[1:])
+    done = launch("torchrun", *common, "--iterations", "3", "--resume", "auto", cwd=tmp_path)
+    assert [row["iteration"] for row in rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
+    assert "goes on with" in done.stdout
+
+
+@pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
+def test_fsdp_trains_as_two_copies_do(tmp_path):
+    """Also: two engines beside each other, and a sharded policy's checkpoint."""
+    common = [ROOT / "rloo_sokoban.py", *SMALL.split(), "--engine", "vllm", "--processes", "2"]
+    launch("torchrun", *common, "--run-name", "copies", cwd=tmp_path)
+    done = launch("fsdp", *common, "--run-name", "fsdp", cwd=tmp_path)
+    assert "2 processes, the policy sharded (FSDP)" in done.stdout
+    copies, shards = (rows(tmp_path / "runs" / name, "metrics.jsonl") for name in ("copies", "fsdp"))
+    for one, two in zip(copies, shards, strict=True):
+        same = [key for key in one if not key.startswith(("time/", "policy/engine_gap"))]
+        assert {key: two[key] for key in same} == pytest.approx({key: one[key] for key in same}, rel=1e-3, nan_ok=True)
+    assert any(row.get("policy/grad_norm") for row in copies)
+    launch("fsdp", *common, "--run-name", "fsdp", "--iterations", "3", "--resume", "auto", cwd=tmp_path)
+    assert len(rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")) == 4
+
+
+@pytest.mark.parametrize("kind, number", [("cpu", "2"), ("torchrun", "1"), ("torchrun", "3")])
+def test_another_number_of_processes_is_refused(kind, number, tmp_path):
+    command = [ROOT / "rloo_sokoban.py", *SMALL.split(), "--engine", "hf", "--processes", number]
+    done = launch(kind, *command, cwd=tmp_path, check=False)
+    assert done.returncode and f"--processes {number}: {1 if kind == 'cpu' else 2} started" in done.stderr
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/metrics.jsonl"))
+
+
+HOSTS = """
+set -e
+mount -t tmpfs none /run && mkdir /run/netns
+ip netns add one && ip netns add two
+ip link add eth1 netns one type veth peer name eth1 netns two
+for host in one two; do ip -n $host link set lo up; ip -n $host link set eth1 up; done
+ip -n one addr add 10.9.0.1/24 dev eth1 && ip -n two addr add 10.9.0.2/24 dev eth1
+"""
+
+
+def separate(script: str, **options) -> subprocess.CompletedProcess:
+    """A shell script with two hosts, `one` (10.9.0.1) and `two`, each with a network of its own."""
+    return subprocess.run(["unshare", "-rnm", "bash", "-c", HOSTS + script], capture_output=True, text=True, **options)
+
+
+@pytest.mark.skipif(
+    not shutil.which("unshare") or not shutil.which("ip") or separate("true").returncode,
+    reason="this machine lets nobody make network namespaces",
+)
+def test_two_hosts_train(tmp_path):
+    """The launch of several machines: one process on each of two hosts that share nothing but a wire and a disk."""
+    command = f"{ROOT / 'rloo_sokoban.py'} {SMALL} --engine hf --processes 2 --run-name hosts"
+    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --master_addr 10.9.0.1"
+    start = f"{torchrun} --master_port 29500 --node_rank {{}} {command}"
+    script = f"ip netns exec two {start.format(1)} & ip netns exec one {start.format(0)} && wait $!"
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1"}
+    done = separate(script, cwd=tmp_path, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 processes" in done.stdout
+    assert len(rows(tmp_path / "runs" / "hosts", "metrics.jsonl")) == 3
+    assert len(rows(tmp_path / "runs" / "hosts", "episodes.jsonl")) == 2 * 4 * 4
