@@ -178,7 +178,7 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
     causal, device, pad = plain(model), model.device, torch.nn.utils.rnn.pad_sequence
 
     def head(hidden, targets):  # [c, H], [c] -> [c]
-        logits = causal.get_output_embeddings()(hidden).float() / args.temperature  # [c, vocabulary]
+        logits = causal.get_output_embeddings()(hidden / args.temperature).float()  # [c, vocabulary]
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     def forward():  # -> [k]
@@ -354,7 +354,8 @@ def policy_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: 
 
 def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, args) -> dict:
     """`minibatches` optimiser steps, each on a random share of the trajectories; old_logprobs [K], advantages [S]. The
-    gradient is summed over micro-batches, weighted by their numbers of ratios: it equals that of one large batch."""
+    gradient is summed over micro-batches, weighted by their numbers of ratios: it equals that of one large batch. Old
+    log-probabilities that are nan are the update's own (for one optimiser step), and are written into old_logprobs."""
     names, count, traj_of = ("loss", "clip_fraction", "approx_kl", "ratio"), 0, batch.step_traj[batch.token_step]  # [K]
     totals, norms = {f"policy/{name}": 0.0 for name in names}, []
     shares = processes.from_first(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
@@ -372,6 +373,8 @@ def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, arg
             if not len(places):  # only to take part: FSDP gathers the weights for all processes at once
                 new.sum().backward()
                 continue
+            if old_logprobs[places].isnan().any():  # strictly on-policy: every ratio is 1
+                old_logprobs[places] = new.detach().cpu()
             new = ratio_units(new, local.to(new.device), len(step), args.ratio)
             old = ratio_units(old_logprobs[places], local, len(step), args.ratio).to(new.device)
             unit_advantages = advantages[step[local] if args.ratio == "token" else step].to(new.device)
@@ -453,8 +456,10 @@ def main():
             laps["rollout"] = time.perf_counter()
 
             # ------------ 2. Old log-probabilities: by the trainer's own forward pass ------------
-            old_logprobs = score_tokens(activate(policy, "policy"), batch, args, "log-probabilities")  # [K]
-            gap = old_logprobs - torch.tensor([logprob for step in steps for logprob in step.engine_logprobs])  # [K]
+            engine_logprobs = torch.tensor([logprob for step in steps for logprob in step.engine_logprobs])  # [K]
+            old_logprobs = unknown = torch.full_like(engine_logprobs, torch.nan)  # [K]
+            if args.minibatches > 1 or args.engine_correction or "beta" in vars(args):  # beta: a PRM compares with them
+                old_logprobs = score_tokens(activate(policy, "policy"), batch, args, "log-probabilities")
             laps["logprobs"] = time.perf_counter()
             # === end block ===
 
@@ -476,18 +481,21 @@ def main():
             # === block: update ===
             # ------------ 5. Policy update: clipped surrogate; then the engine gets the new weights ------------
             if args.engine_correction:
+                gap = old_logprobs - engine_logprobs  # [K]
                 weight = ratio_units(gap, batch.token_step, len(steps), "step").exp()  # [S]
                 advantages = advantages * weight.clamp(max=args.engine_correction)
             last |= {"old_logprobs": old_logprobs, "advantages": advantages}
             optimizer.param_groups[0]["lr"] = args.learning_rate / (1 + (iteration - 1) / args.lr_halving)
+            old_logprobs = old_logprobs if args.minibatches > 1 else unknown  # of one step: those of the update itself
             row |= policy_update(activate(policy, "policy"), optimizer, batch, old_logprobs, advantages, args)
             optimizer.zero_grad()  # frees their memory until the next update
             laps["update"] = time.perf_counter()
             engine.load(policy)
             laps["sync"] = time.perf_counter()
 
-            row |= {"policy/engine_gap": gap.abs().mean().item(), "engine/restarts": engine.restarts}
-            row |= {"tokens/rollout": len(gap), "tokens/trained": sum(len(s[0]) for s in batch.sequences)}
+            gap = (old_logprobs - engine_logprobs).abs().nanmean()  # of the tokens that this process knows
+            row |= {"policy/engine_gap": gap.nan_to_num().item(), "engine/restarts": engine.restarts}
+            row |= {"tokens/rollout": len(engine_logprobs), "tokens/trained": sum(len(s[0]) for s in batch.sequences)}
             row |= describe(trajectories, "train", env)
             row |= spent(laps, rows)
             if iteration % args.eval_every == 0 or iteration == args.iterations:

@@ -167,7 +167,7 @@ def action_logprobs(model, sequences: list, args) -> torch.Tensor:
     causal, device, pad = plain(model), model.device, torch.nn.utils.rnn.pad_sequence
 
     def head(hidden, targets):  # [c, H], [c] -> [c]
-        logits = causal.get_output_embeddings()(hidden).float() / args.temperature  # [c, vocabulary]
+        logits = causal.get_output_embeddings()(hidden / args.temperature).float()  # [c, vocabulary]
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     def forward():  # -> [k]

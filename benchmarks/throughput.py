@@ -5,10 +5,10 @@
     python benchmarks/throughput.py --scaling                                # does time grow linearly?
 
 Every contender plays the same episodes: a noisy expert's answers are recorded once (sokoban-3 is Sokoban with exactly
-3 turns an episode, and so on; half of a group wins), tokenised by the model's own tokenizer, and replayed through the
-real environment. The engine samples exactly as many tokens as the recorded answer has, which costs what sampling costs;
-then the recorded answer takes their place. The learning rate is 1e-6 and one optimiser step follows a rollout,
-everywhere.
+3 turns an episode, and so on), tokenised by the model's own tokenizer, and replayed through the real environment. Half
+of a group wins, but in every fourth group all or none do, as it is in training. The engine samples exactly as many
+tokens as the recorded answer has, which costs what sampling costs; then the recorded answer takes their place. The
+learning rate is 1e-6, and one optimiser step follows a rollout (rloo and istar: two, as is their default).
 
 A contender is a process of its own that stays alive and does one iteration when told to; the others sleep meanwhile.
 Rounds are interleaved (A, B, C, A, B, C) and medians are reported. Where memory does not hold all contenders, some are
@@ -70,8 +70,8 @@ CONTENDERS = {  # name: (script, flags beside the defaults)
     "grpo-hf": ("grpo_webshop", {"engine": "hf"}),
     "grpo-reencode": ("grpo_webshop", {"history": 1_000_000}),
     "grpo-window": ("grpo_webshop", {"history": 2}),
-    "rloo": ("rloo_sokoban", {}),
-    "istar": ("istar_sokoban", {}),
+    "rloo": ("rloo_sokoban", {"minibatches": 2}),
+    "istar": ("istar_sokoban", {"minibatches": 2}),
     "trl": ("throughput_trl", {"dtype": "float32"}),
     "trl-bf16": ("throughput_trl", {"dtype": "bfloat16"}),
 }
@@ -87,7 +87,7 @@ RECORDER = "envs/*.py benchmarks/throughput.py"
 CODE = "grpo_webshop.py rloo_sokoban.py istar_sokoban.py benchmarks/throughput_trl.py " + RECORDER
 
 
-# ------------ Recording: real episodes of exactly so many turns, half of a group's outcomes good ------------
+# ------------ Recording: real episodes of exactly so many turns, with so many good outcomes in a group ------------
 
 
 def environment(name: str, turns: int):
@@ -136,25 +136,26 @@ def record_plan(name: str, turns: int, tasks: int, group: int, path: Path) -> Pa
     episodes, rng = [], random.Random(0)
     progress = tqdm(total=tasks, desc=f"recording {name}, {turns} turns", leave=False, disable=None)
     for task in env.train_tasks:
-        good, bad, prompt = [], [], env.reset(task).prompt
+        number, good, bad, prompt = len(episodes) // group, [], [], env.reset(task).prompt
+        wins = group // 2 if number % 4 < 3 else group if number % 8 == 7 else 0
         if any(prompt == e["prompt"] for e in episodes):
             continue  # one task under two numbers: a window of two turns would not tell whose it is
         for attempt in range(100 + 40 * group):
             record = play(env, expert, task, noise, rng.randrange(turns + 1), rng)
-            side = good if record["outcome"] > 0 else bad
-            if len(record["texts"]) == turns and len(side) < group / 2 and distinct(record, good + bad):
+            side, room = (good, wins) if record["outcome"] > 0 else (bad, group - wins)
+            if len(record["texts"]) == turns and len(side) < room and distinct(record, good + bad):
                 side.append(record)
             if len(good) + len(bad) == group:
                 episodes += good + bad
                 progress.update()
                 break
-            if attempt == 100 and not (good and bad):
+            if attempt == 100 and (len(good) < min(wins, 1) or len(bad) < min(group - wins, 1)):
                 break
         if len(episodes) == tasks * group:
             break
     else:
         sys.exit(
-            f"--workloads {name}-{turns}: {len(episodes) // group} tasks, not {tasks}, have both outcomes after {turns}"
+            f"--workloads {name}-{turns}: {len(episodes) // group} tasks, not {tasks}, have such outcomes after {turns}"
         )
     progress.close()
     plan = {"environment": name, "turns": turns, "tasks": tasks, "group": group, "episodes": episodes}

@@ -83,7 +83,9 @@ class VllmEngine:
         from vllm import LLM, SamplingParams
 
         self.cuda = torch.cuda.is_available()
-        settings = dict(gpu_memory_utilization=0.4, enable_sleep_mode=True) if self.cuda else dict(enforce_eager=True)
+        on_gpu = dict(gpu_memory_utilization=0.4, enable_sleep_mode=True)
+        on_cpu = dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)  # its own 128: short turns are
+        settings = on_gpu if self.cuda else on_cpu  # computed again, because a prefix is kept in whole blocks
         settings |= dict(dtype=args.dtype, seed=args.seed, max_model_len=args.max_context_tokens)
         settings |= dict(skip_tokenizer_init=True, logprobs_mode="processed_logprobs", disable_log_stats=True)
         if self.cuda and processes.count() > 1:  # an engine for each, in the process group that there is
@@ -92,6 +94,7 @@ class VllmEngine:
         self.start, self.restarts = lambda: LLM(path, **settings), 0
         self.llm = self.start()
         limits = dict(max_tokens=args.max_action_tokens, stop_token_ids=stop_ids, logprobs=0, detokenize=False)
+        limits |= dict(skip_clone=True)  # a deep copy for each request is a twentieth of a rollout
         self.sampling = lambda temperature: SamplingParams(temperature=temperature, **limits)
 
     def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:

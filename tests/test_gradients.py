@@ -207,6 +207,21 @@ def test_policy_gradient_equals_autograd_for_any_micro_batch(trainer, ratio, his
     assert 0.05 < stats[0]["policy/clip_fraction"] < 0.95  # both branches were taken
 
 
+def test_unknown_old_logprobs_are_those_of_the_update(trainer):
+    """One optimiser step on what the policy itself has played: no pass of its own is needed for them."""
+    model, _, batch, _, advantages = policy_case(trainer)
+    args, one, two = settings(), Capture(model), Capture(model)
+    old = trainer.score_tokens(model, batch, args, "")
+    stats = [trainer.policy_update(model, one, batch, old, advantages, args)]
+    unknown = torch.full_like(old, math.nan)
+    stats.append(trainer.policy_update(model, two, batch, unknown, advantages, args))
+    assert_same(two.gradient, one.gradient)
+    assert stats[1] == pytest.approx(stats[0], rel=1e-4, abs=1e-6)
+    assert stats[1]["policy/ratio"] == 1 and stats[1]["policy/approx_kl"] == 0
+    felt = ~unknown.isnan()
+    assert felt.any() and torch.allclose(unknown[felt], old[felt], atol=1e-6)
+
+
 def test_temperature_is_in_the_gradient(trainer):
     model, trajectories, batch, old, advantages = policy_case(trainer)
     args, optimizer = settings(temperature=0.6), Capture(model)

@@ -185,13 +185,13 @@ def test_resume_refuses_other_flags(play, script, home):
     assert done.returncode == 1 and "--seed 6" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", ISTAR)
-def test_without_its_step_reward_it_is_the_baseline(play, script):
+@pytest.mark.parametrize("script, minibatches", [*((script, "2") for script in ISTAR), (ISTAR[0], "1")])
+def test_without_its_step_reward_it_is_the_baseline(play, script, minibatches):
     estimator = "rloo" if environment(script) == "sokoban" else "grpo"
     baseline = script.replace("istar", estimator)
-    rate = ["--learning-rate", "1e-3", "--ratio", "token"]
-    ours, _ = play(f"alpha0-{script}", script, *rate, "--alpha", "0", "--estimator", estimator)
-    theirs, _ = play(f"rloo-{script}", baseline, *rate)
+    same = ["--learning-rate", "1e-3", "--ratio", "token", "--minibatches", minibatches]
+    ours, _ = play(f"alpha0-{script}-{minibatches}", script, *same, "--alpha", "0", "--estimator", estimator)
+    theirs, _ = play(f"rloo-{script}-{minibatches}", baseline, *same)
     assert same_tensors(ours / "policy/model.safetensors", theirs / "policy/model.safetensors") == []
     for mine, other in zip(rows(ours), rows(theirs)):
         assert without_times(other).items() <= without_times(mine).items()

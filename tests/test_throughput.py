@@ -21,6 +21,12 @@ def test_a_plan_has_both_outcomes_and_every_turn(plan):
     assert sorted(e["outcome"] for e in episodes) == [0, 0, 1, 1]
 
 
+def test_every_fourth_group_has_one_outcome(tmp_path):
+    episodes = json.loads(throughput.record_plan("sokoban", 3, 8, 2, tmp_path).read_text())["episodes"]
+    wins = [sum(e["outcome"] > 0 for e in episodes[i : i + 2]) for i in range(0, 16, 2)]
+    assert wins == [1, 1, 1, 0, 1, 1, 1, 2]
+
+
 def test_windows_that_do_not_tell_the_turn_are_refused():
     def episode(*turns):
         return {"texts": list(turns), "observations": list(turns)}
