@@ -87,7 +87,7 @@ class Args:
     trust_remote_code: bool = False  # run the program that comes with --model; off: such a model is refused
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
     # === end block ===
-    learning_rate: float = 1e-3  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
+    learning_rate: float = 5e-4  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
     ratio: Literal["step", "step-mean", "token"] = "token"  # of a step's tokens (paper), their mean (GSPO), each (PPO)
 
 

@@ -105,20 +105,25 @@ def measure(path: str, tokens: int, lora_rank: int, dtype: str) -> None:
     batch = istar.flatten(games)
     old = istar.score_tokens(istar.activate(policy, "policy"), batch, args, "")
     pairs = istar.preference_pairs(batch.outcomes, batch.group)
-    for name in ("prm", "policy"):
+    optimizers = {}
+    for name in ("prm", "policy", "prm", "policy"):  # twice: the moments are there from the first update on
         model = istar.activate(prm if name == "prm" else policy, name)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+        if name not in optimizers:
+            optimizers[name] = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+        optimizer = optimizers[name]
         if name == "prm":
             istar.prm_update(model, optimizer, batch, old, pairs, args)
         else:
             istar.policy_update(model, optimizer, batch, old, torch.linspace(-1, 1, len(batch.step_traj)), args)
+            optimizer.zero_grad()
     print(json.dumps({"peak": memory() - before, "shape": vars(shape_of(policy.config))}))
 
 
 def measured(path: str, tokens: int, lora_rank: int, dtype: str) -> tuple[float, SimpleNamespace]:
-    """(bytes, shape) of a model, from a process of its own."""
+    """(bytes, shape) of a model, from a process of its own, which gives freed memory back at once: what is measured is
+    what is needed, and not the holes that the allocator leaves."""
     command = [sys.executable, __file__, "--measure", path, str(tokens), str(lora_rank), dtype]
-    environment = os.environ | {"WANDB_MODE": "offline", "MALLOC_ARENA_MAX": "1"}
+    environment = os.environ | {"WANDB_MODE": "offline", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")

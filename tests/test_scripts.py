@@ -70,6 +70,11 @@ def small(script):
     return [*SMALL.split(), "--max-steps", str(STEPS[environment(script)])]
 
 
+def rate_of(script):
+    """The flag that gives another script this one's learning rate."""
+    return ["--learning-rate", str(load(script).Args().learning_rate)]
+
+
 def without_times(row):
     return {key: value for key, value in row.items() if not key.startswith("time/")}
 
@@ -201,8 +206,8 @@ def test_without_its_step_reward_it_is_the_baseline(play, script, minibatches):
 
 @pytest.mark.parametrize("script", [script for script in READY if script.startswith("gigpo_")])
 def test_gigpo_without_its_step_advantage_is_grpo(play, script):
-    ours, _ = play(f"w0-{script}", script, "--step-weight", "0", iterations=4)
     baseline = script.replace("gigpo", "grpo")
+    ours, _ = play(f"w0-{script}", script, "--step-weight", "0", *rate_of(baseline), iterations=4)
     theirs, _ = play(f"straight-{baseline}", baseline, iterations=4)
     assert same_tensors(ours / "policy/model.safetensors", theirs / "policy/model.safetensors") == []
     for mine, other in zip(rows(ours), rows(theirs)):
@@ -216,8 +221,8 @@ def test_gigpo_without_its_step_advantage_is_grpo(play, script):
 @pytest.mark.parametrize("script", [script for script in READY if script.startswith("reinforce_pp_")])
 def test_reinforce_pp_is_istar_without_step_rewards(play, script):
     graded = ["--outcome", "score"] if environment(script) == "webshop" else []
-    ours, _ = play(f"windows-{script}", script, "--ratio", "step", "--history", "2", *graded)
     istar = script.replace("reinforce_pp", "istar")
+    ours, _ = play(f"windows-{script}", script, "--ratio", "step", "--history", "2", *rate_of(istar), *graded)
     flags = ["--beta", "0", "--estimator", "reinforce++", "--history", "2", *graded]
     theirs, _ = play(f"beta0-{istar}", istar, *flags)
     assert same_tensors(ours / "policy/model.safetensors", theirs / "policy/model.safetensors") == []
