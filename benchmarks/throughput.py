@@ -30,9 +30,10 @@ tqdm turn it into a directory once) or a directory in Hugging Face format.
 
 Phases: rollout, old log-probabilities, PRM, update, hand-over of the weights to the engine. tokens/s: of the episodes,
 each counted once whatever a contender makes of them, over the whole iteration. processed: tokens that the update's
-forward passes see, padding included. work: floating-point operations that the contender's sequences need in the update
-(2 a parameter and token in the layers, causal attention, the head at action tokens; three times that for forward and
-backward), and of ceiling: work over the update's time, as a share of the best rate of torch.mm in the same run. peak:
+forward passes see; padding: the share of them that is padding or belongs to groups of one outcome, which teach nothing.
+work: floating-point operations that the contender's other sequences need in the update (2 a parameter and token in the
+layers, causal attention, the head at action tokens; three times that for forward and backward), and of ceiling: work
+over the update's time, as a share of the best rate of torch.mm in the same run. peak:
 the process's largest resident memory during the iteration. others: cores that other processes had meanwhile; seconds
 mean something only where it is near 0.
 
@@ -191,14 +192,20 @@ def tokenise(plan: dict, chat, history: int) -> list[list[tuple[list[int], list[
     return episodes
 
 
-def work(episodes: list, history: int, model) -> dict:
-    """Tokens of the episodes, and what one forward pass over a contender's sequences needs."""
-    whole = [len(pairs[-1][0]) + len(pairs[-1][1]) for pairs in episodes] if not history else None
-    sequences = [  # (tokens, action tokens)
-        (len(context) + len(action), len(action)) for pairs in episodes for context, action in pairs
-    ]
-    if whole:
-        sequences = [(length, sum(len(action) for _, action in pairs)) for length, pairs in zip(whole, episodes)]
+def work(plan: dict, episodes: list, history: int, model) -> dict:
+    """Tokens of the episodes, and what one forward pass over a contender's sequences needs: over those of groups with
+    two outcomes, since the others have no advantage."""
+
+    def sequences_of(episodes: list) -> list[tuple[int, int]]:  # (tokens, action tokens)
+        if history:
+            return [(len(context) + len(action), len(action)) for pairs in episodes for context, action in pairs]
+        return [(sum(map(len, pairs[-1])), sum(len(action) for _, action in pairs)) for pairs in episodes]
+
+    outcomes = defaultdict(set)
+    for record in plan["episodes"]:
+        outcomes[record["task"]].add(record["outcome"] > 0)
+    felt = [pairs for pairs, record in zip(episodes, plan["episodes"]) if len(outcomes[record["task"]]) > 1]
+    sequences = sequences_of(felt)
     config, head = model.config, model.get_output_embeddings().weight.numel()
     width = config.num_attention_heads * (
         getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
@@ -208,8 +215,9 @@ def work(episodes: list, history: int, model) -> dict:
     flops = sum(2 * layers * t + attention * t * t + 2 * head * k for t, k in sequences)
     return {
         "flops": flops,
-        "sequence_tokens": sum(t for t, _ in sequences),
-        "action_tokens": sum(k for _, k in sequences),
+        "needed_tokens": sum(t for t, _ in sequences),
+        "sequence_tokens": sum(t for t, _ in sequences_of(episodes)),
+        "action_tokens": sum(k for _, k in sequences_of(episodes)),
     }
 
 
@@ -315,7 +323,7 @@ def serve_script(spec: dict) -> None:
                 "seconds": time.perf_counter() - state.began,
                 "processed": counter["tokens"],
                 "peak": resident(),
-                **work(state.episodes, args.history, model),
+                **work(state.recorded, state.episodes, args.history, model),
             }
         take(wait(channel, row)["plan"])
         fill()
@@ -531,7 +539,7 @@ def tables(rows: list[dict]) -> str:
             lines.append(
                 f"| {contender} | {row['seconds']:.2f} | {' | '.join(f'{row[phase]:.2f}' for phase in PHASES)} "
                 f"| {tokens / row['seconds']:,.0f} | {row['processed']:,.0f} "
-                f"| {1 - row['sequence_tokens'] / row['processed']:.1%} | {3 * row['flops'] / 1e12:.3f} "
+                f"| {1 - row['needed_tokens'] / row['processed']:.1%} | {3 * row['flops'] / 1e12:.3f} "
                 f"| {share_of_ceiling(contender, row, best):.0%} | {row['peak']:.1f} | {row['others']:.2f} "
                 f"| {row['rounds']} |"
             )
@@ -566,7 +574,7 @@ def checks(rows: list[dict]) -> list[str]:
                 share = share_of_ceiling(contender, of[contender], best)
                 check(f"4. {contender}, {where}, update's share of the matrix-multiply rate", share, bound, True)
         if "grpo" in of:
-            padding = 1 - of["grpo"]["sequence_tokens"] / of["grpo"]["processed"]
+            padding = 1 - of["grpo"]["needed_tokens"] / of["grpo"]["processed"]
             check(f"4. grpo, {where}, padding of the tokens processed", padding, 0.05)
     return lines
 

@@ -113,7 +113,7 @@ class Gate(TrainerCallback):
     def on_step_end(self, *_, **__):
         row = {"seconds": time.perf_counter() - self.began, "logprobs": 0.0, "prm": 0.0, **laps}
         row |= {"update": row["seconds"] - row["rollout"] - row["sync"], "processed": counter["tokens"]}
-        self.wait(row | {"peak": resident()} | work(episodes, 0, trainer.model))
+        self.wait(row | {"peak": resident()} | work(plan, episodes, 0, trainer.model))
 
     def wait(self, row: dict) -> None:
         assert wait(channel, row)["plan"] == spec["plan"], "the trainer is built for one plan"

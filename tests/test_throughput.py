@@ -70,7 +70,7 @@ def test_a_contender_replays_the_plan(plan, contender, tmp_path):
 def test_the_bounds():
     def row(contender, seconds, tokens=100):
         figures = dict(seconds=seconds, logprobs=1.0, update=seconds / 2, flops=1.0, sequence_tokens=tokens)
-        figures |= dict(processed=2 * tokens, peak=1.0)
+        figures |= dict(needed_tokens=tokens, processed=2 * tokens, peak=1.0)
         return dict(round=0, model="tiny", workload="sokoban-10", contender=contender, **figures)
 
     rows = [row("grpo", 4.0), row("trl", 10.0), row("grpo-reencode", 9.0, 400), row("rloo", 4.0), row("istar", 8.0)]
