@@ -43,7 +43,6 @@ from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 
-from envs import processes
 from envs.response import action_words
 from envs.sotopia_judge import DIMENSIONS, Endpoint, EndpointError, Judge, check_url, overall
 from envs.sotopia_scenarios import (
@@ -490,6 +489,8 @@ class Sotopia:
         """What to log of the episodes finished since the last call: goal (0 to 10), goal_hard where any is hard, the
         judge's seven dimensions, conversations lost, and for each endpoint asked, answered, retries and the reasons of
         failed tries, as "judge/429". Of several processes those of all."""
+        from envs import processes  # brings torch, which the conversations do not need
+
         finished = processes.gather(self.finished)
         groups = {"goal": [score * 10 for score, _, _ in finished]}
         groups["goal_hard"] = [score * 10 for score, hard, _ in finished if hard]
