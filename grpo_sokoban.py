@@ -83,7 +83,7 @@ class Args:
     override: tuple[str, ...] = ()  # flags that may differ from those of the run to be resumed: learning-rate seed
     save_every: int = 1  # iterations from one checkpoint to the next
     keep: int = 2  # checkpoints that are kept, the last ones; that of the best evaluation is kept too
-    processes: int = 1  # how many the launcher starts (README, "Several processes"); another number is refused
+    processes: int = 1  # how many the launcher starts (README, "More than one GPU"); another number is refused
     trust_remote_code: bool = False  # run the program that comes with --model; off: such a model is refused
     track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
     # === end block ===

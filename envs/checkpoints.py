@@ -429,11 +429,10 @@ def install(file: Path, tensors: dict, name: str, optimizer) -> None:
             continue
         parameter = parameters[int(i)]
         if moment:
-            place = "cpu" if moment == ["step"] else parameter.device
-            moment_part = tensor if moment == ["step"] else processes.part(tensor.to(place), parameter)
-            optimizer.state[parameter][moment[0]] = moment_part
+            count = moment == ["step"]  # a number, which stays on the CPU
+            optimizer.state[parameter][moment[0]] = tensor if count else processes.part(tensor, parameter)
         else:
-            parameter.data.copy_(processes.part(tensor.to(parameter.device), parameter))
+            parameter.data.copy_(processes.part(tensor, parameter))
 
 
 # ------------ guards ------------

@@ -87,11 +87,11 @@ def own(tasks: list[int]) -> list[int]:
 
 
 def share(parts, even: bool = False) -> list:
-    """This process's part of the micro-batches or bundles. even: everyone gets equally many, as FSDP needs it, some of
-    them without an action token."""
+    """This process's part of the micro-batches or bundles. even: where the policy is sharded all get equally many, since
+    its weights are gathered by all at once; some of them are without an action token."""
     parts = list(parts)
     mine = parts[rank() :: count()]
-    if even and len(mine) < -(-len(parts) // count()):
+    if even and sharded() and len(mine) < -(-len(parts) // count()):
         (ids, steps, places), *_ = parts[0][0]
         mine.append(([(ids, torch.full_like(steps, -1), places[:0])], places[:0]))
     return mine
@@ -119,8 +119,10 @@ def from_first(value):
 def sum_gradients(parameters: list) -> None:
     """Each gradient becomes the sum over processes; FSDP has done that already for what it shards. Where no process has
     any, there are none."""
+    if count() == 1:
+        return
     (number,) = total([sum(parameter.grad is not None for parameter in parameters)])
-    for parameter in parameters if count() > 1 and number else ():
+    for parameter in parameters if number else ():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if not isinstance(parameter, DTensor):
@@ -167,7 +169,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole tensor, divided as another one is."""
+    """This process's part of a whole tensor, divided as another one is, on its device."""
+    tensor = tensor.to(like.device)
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)  # everyone has it whole
