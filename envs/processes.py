@@ -87,7 +87,7 @@ def own(tasks: list[int]) -> list[int]:
 
 
 def share(parts, even: bool = False) -> list:
-    """This process's part of the micro-batches or bundles. even: where the policy is sharded all get equally many, since
+    """This process's part of the micro-batches or bundles. even: where the policy is sharded all get equally many:
     its weights are gathered by all at once; some of them are without an action token."""
     parts = list(parts)
     mine = parts[rank() :: count()]

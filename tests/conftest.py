@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,13 @@ def settings(**changes) -> SimpleNamespace:
         max_action_tokens=8, max_context_tokens=1024, history=0, seed=1, engine_memory=1, trust_remote_code=False
     )
     return SimpleNamespace(**defaults | changes)
+
+
+def free_port() -> str:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 def run_script(script: str, *flags, cwd, check: bool = True) -> subprocess.CompletedProcess:

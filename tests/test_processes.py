@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,17 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, free_port
 
 SMALL = "--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4 --iterations 2 --seed 5"
 DIVIDED = str(ROOT / "tests" / "divided.py")
 UPDATES = {"istar_sokoban": ["policy", "prm"], "prime_webshop": ["policy", "prm"], "ppo_webshop": ["policy", "critic"]}
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import READY, ROOT, default_model, environment, load, run_script
+from conftest import READY, ROOT, default_model, environment, free_port, load, run_script
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -404,11 +403,9 @@ def test_a_real_pretrained_model_runs_to_the_end(smol, script, tmp_path):
 @pytest.fixture
 def endpoint(smol):
     """vLLM's own OpenAI server on loopback with SmolLM2, as partner and judge: its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smol), "--dtype", "float32"]
-    command += ["--served-model-name", "smol", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "4096"]
+    command += ["--served-model-name", "smol", "--host", "127.0.0.1", "--port", port, "--max-model-len", "4096"]
     server = subprocess.Popen(command, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2"}, start_new_session=True)
     try:
         for _ in range(300):
