@@ -92,6 +92,8 @@ def measure(path: str, tokens: int, lora_rank: int, dtype: str) -> None:
             return torch.cuda.max_memory_allocated()
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
+    layer = torch.nn.Linear(8, 8).to(device)
+    layer(torch.zeros(64, 8, device=device)).sum().backward()  # libraries take theirs at first use
     before = memory()
     policy = build(frozen if lora_rank else torch.float32)
     policy = istar.add_adapter(policy, "policy", lora_rank) if lora_rank else policy

@@ -9,6 +9,7 @@ The first process writes the run's files. With an accelerate config for FSDP the
 With one process each function here hands back what it was given.
 """
 
+import ctypes
 import os
 import sys
 from types import MethodType
@@ -59,7 +60,19 @@ def start(args) -> torch.device:
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # with it transformers loads weights in the first one only
     if not state.is_main_process:
         sys.stdout, sys.stderr = open(os.devnull, "w"), Quiet(sys.stderr)
+    if state.device.type == "cpu":
+        keep_freed_memory()
     return state.device
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what large tensors free for the next ones. It gives it back to the kernel otherwise, and pages
+    taken anew in every pass cost a tenth of a 135M model's update (benchmarks/results/changes.md). MALLOC_* in the
+    environment, glibc's own way to say it, comes first."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    mallopt = None if any(name.startswith("MALLOC_") for name in os.environ) else mallopt
+    for parameter, number in ((-1, 2**31 - 1), (-3, 2**30)) if mallopt else ():  # M_TRIM_, M_MMAP_THRESHOLD [bytes]
+        mallopt(parameter, number)
 
 
 def count() -> int:
