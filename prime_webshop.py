@@ -35,7 +35,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside another busy process, spinning threads cost tenfold
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # threads wait awake for microseconds; longer harms busy machines
 
 import numpy as np
 import torch

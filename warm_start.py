@@ -22,7 +22,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Literal, NamedTuple
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # beside another busy process, spinning threads cost tenfold
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # threads wait awake for microseconds; longer harms busy machines
 
 import torch
 import tyro

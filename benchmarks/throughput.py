@@ -12,12 +12,15 @@ learning rate is 1e-6, and one optimiser step follows a rollout (rloo and istar:
 
 A contender is a process of its own that stays alive and does one iteration when told to; the others sleep meanwhile.
 Rounds are interleaved (A, B, C, A, B, C) and medians are reported. Where memory does not hold all contenders, some are
-stopped and started again; a start is followed by an iteration that is not counted. Our scripts run as they are, by
+stopped and started again; a start is followed by two iterations that are not counted (memory is new to the process
+and the optimiser's moments are made). Our scripts run as they are, by
 their own main(): what is replaced is the environment's list of tasks, the engine's sampled tokens, and the writing of
 files after an iteration. An algorithm costs the same on every environment, so GRPO is grpo_webshop.py on Sokoban too.
 
     grpo, rloo, istar     our scripts, vLLM, float32          grpo-hf        --engine hf
     grpo-bf16             --dtype bfloat16                    trl, trl-bf16  TRL's GRPOTrainer (throughput_trl.py)
+    trl-default           the same with its own defaults: bfloat16, gradient checkpointing, old log-probabilities in a
+                          pass of their own (to correct for the engine's)
     grpo-reencode         every step a sequence with all turns before it (--history 1000000)
     grpo-window           every step a sequence with two turns before it (--history 2), as the published runs
 
@@ -75,10 +78,11 @@ CONTENDERS = {  # name: (script, flags beside the defaults)
     "istar": ("istar_sokoban", {"minibatches": 2}),
     "trl": ("throughput_trl", {"dtype": "float32"}),
     "trl-bf16": ("throughput_trl", {"dtype": "bfloat16"}),
+    "trl-default": ("throughput_trl", {"dtype": "bfloat16", "tuned": False}),
 }
 MODELS = {  # name: tasks and group of an iteration, most tokens of a micro-batch, memory of a new contender [GB]
     "tiny": SimpleNamespace(tasks=8, group=8, micro_batch_tokens=8192, memory=2.5),
-    "smollm2": SimpleNamespace(tasks=1, group=4, micro_batch_tokens=2048, memory=12.0),
+    "smollm2": SimpleNamespace(tasks=1, group=4, micro_batch_tokens=2048, memory=10.5),
 }
 CONTEXT = {"tiny-sokoban": 1024, "tiny-webshop": 3072, "smollm2": 8192}  # longest sequence [tokens]
 ENGINE_MEMORY = 1  # of vLLM's KV cache [GiB]: holds every workload, and more contenders fit beside each other
@@ -410,7 +414,7 @@ def start(key: tuple, spec: dict, python: str) -> SimpleNamespace:
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
-        env=os.environ | quiet | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONWARNINGS": "ignore"},
+        env=os.environ | quiet | {"PYTHONWARNINGS": "ignore"},
         cwd=spec["runs_dir"],
     )
     worker = SimpleNamespace(process=process, log=log, name=" ".join(key))
@@ -470,7 +474,7 @@ def measure(jobs: list, arguments, out: Path, model_paths: dict, rows: list[dict
             first = (
                 plan if contender.startswith("trl") else next(job[4] for job in jobs if model_paths[job[1:3]] == path)
             )
-            uncounted = [] if key in alive else [first]  # the first iteration of a process
+            uncounted = [] if key in alive else [first, first]  # the first iterations of a process
             worker = alive.pop(key) if key in alive else start(key, spec, python)
             alive[key] = worker  # the last one is the one that ran last
             for each in [*uncounted, plan]:
@@ -558,7 +562,7 @@ def checks(rows: list[dict]) -> list[str]:
     for model, workload in dict.fromkeys(key[:2] for key in table):
         of = {key[2]: row for key, row in table.items() if key[:2] == (model, workload)}
         where = f"{model}, {workload}"
-        for ours, theirs in (("grpo", "trl"), ("grpo-bf16", "trl-bf16")):
+        for ours, theirs in (("grpo", "trl"), ("grpo-bf16", "trl-bf16"), ("grpo-bf16", "trl-default")):
             if ours in of and theirs in of:
                 check(f"1. {ours} / {theirs}, {where}, s/iteration", of[ours]["seconds"] / of[theirs]["seconds"], 0.5)
         if "grpo" in of and "grpo-reencode" in of and workload.endswith("-10"):

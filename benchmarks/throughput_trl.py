@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer as a contender of throughput.py, which starts this file in TRL's own virtual environment.
 
-It is given what is fastest for it: vLLM in its process, full fine-tuning without gradient checkpointing, no KL, no
-second pass for old log-probabilities (one optimiser step follows a rollout, so they are those of the update), and the
-largest micro-batch of episodes that fits the tokens of ours. Two things of TRL 1.16 had to be replaced: its hand-over
-of weights dies on a CPU (the linear layers are packed), and its engine would compile for a minute. Everything else is
-its own: sampling through trainer.vllm_generation.llm, loss, padding, optimiser. The token layout is our scripts'
-(Chat), so the ids are the same.
+As trl and trl-bf16 it is given what is fastest for it: vLLM in its process, full fine-tuning without gradient
+checkpointing, no second pass for old log-probabilities (one optimiser step follows a rollout, so they are those of the
+update), and the largest micro-batch of episodes that fits the tokens of ours. trl-default has checkpointing and the
+second pass, as TRL has by default. Two things of TRL 1.16 had to be replaced: its hand-over of weights dies on a CPU
+(the linear layers are packed), and its engine would compile for a minute. Everything else is its own: sampling through
+trainer.vllm_generation.llm, loss, padding, optimiser. The token layout is our scripts' (Chat), so the ids are the same.
 """
 
 import json
@@ -45,7 +45,7 @@ from trl import GRPOConfig, GRPOTrainer
 from vllm import SamplingParams
 
 plan = json.loads(Path(spec["plan"]).read_text())
-dtype = spec["flags"]["dtype"]
+dtype, tuned = spec["flags"]["dtype"], spec["flags"].get("tuned", True)
 laps = {}
 
 
@@ -140,12 +140,11 @@ config = GRPOConfig(
     lr_scheduler_type="constant",
     temperature=1.0,
     bf16=dtype == "bfloat16",
-    gradient_checkpointing=False,
+    **(dict(gradient_checkpointing=False, vllm_importance_sampling_correction=False) if tuned else {}),
     use_cpu=True,
     use_vllm=True,
     vllm_mode="colocate",
     vllm_max_model_length=CONTEXT[Path(spec["model"]).name],
-    vllm_importance_sampling_correction=False,
     model_init_kwargs={"dtype": "float32"},
     report_to="none",
     save_strategy="no",
