@@ -607,19 +607,22 @@ def picture(rows: list[dict], path: Path) -> None:
 
 
 def scaling_table(rows: list[dict]) -> str:
-    """Markdown: seconds an iteration while one size doubles, and the lines of the check."""
+    """Markdown: seconds an iteration while one size doubles, the update's operations, and the lines of the check."""
     table = medians(rows)
     seconds = {(contender, workload): row["seconds"] for (_, workload, contender), row in table.items()}
-    lines = ["| contender | doubled | 1x | 2x | 4x | 8x | cost of a doubling |", f"|{'---|' * 7}"]
+    work = {(contender, workload): row["flops"] for (_, workload, contender), row in table.items()}
+    lines = ["| contender | doubled | 1x | 2x | 4x | 8x | cost of a doubling | operations of a doubling |"]
+    lines.append(f"|{'---|' * 8}")
     notes = []
     for contender in dict.fromkeys(key[0] for key in seconds):
         for size in SCALING:
-            times = [seconds.get((contender, scaling_name(size, 2**i))) for i in range(4)]
-            if None in times:
+            keys = [(contender, scaling_name(size, 2**i)) for i in range(4)]
+            if any(key not in seconds for key in keys):
                 continue
-            costs = [after / before for before, after in zip(times, times[1:])]
-            shown = " | ".join(f"{t:.2f} s" for t in times)
-            lines.append(f"| {contender} | {size} | {shown} | {', '.join(f'{c:.2f}' for c in costs)} |")
+            costs, needed = ([x[b] / x[a] for a, b in zip(keys, keys[1:])] for x in (seconds, work))
+            shown = [f"{seconds[key]:.2f} s" for key in keys]
+            shown += [", ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (costs, needed)]
+            lines.append(f"| {contender} | {size} | {' | '.join(shown)} |")
             verdict = "" if max(costs) <= 2.1 else " NOT HELD"
             notes.append(
                 f"5. {contender}, {size} doubled, cost of the worst doubling: {max(costs):.2f} (at most 2.1){verdict}"
