@@ -23,6 +23,7 @@ files after an iteration. An algorithm costs the same on every environment, so G
                           pass of their own (to correct for the engine's)
     grpo-reencode         every step a sequence with all turns before it (--history 1000000)
     grpo-window           every step a sequence with two turns before it (--history 2), as the published runs
+    grpo-no-spin          threads sleep as soon as they wait      grpo-no-keep  freed memory goes back to the kernel
 
 TRL has its own virtual environment, in which the scripts' packages are installed too:
     python3.11 -m venv trl && . trl/bin/activate
@@ -79,6 +80,12 @@ CONTENDERS = {  # name: (script, flags beside the defaults)
     "trl": ("throughput_trl", {"dtype": "float32"}),
     "trl-bf16": ("throughput_trl", {"dtype": "bfloat16"}),
     "trl-default": ("throughput_trl", {"dtype": "bfloat16", "tuned": False}),
+    "grpo-no-spin": ("grpo_webshop", {}),
+    "grpo-no-keep": ("grpo_webshop", {}),
+}
+ENVIRONMENT = {  # what a contender is started with
+    "grpo-no-spin": {"GOMP_SPINCOUNT": "0"},
+    "grpo-no-keep": {"MALLOC_CHECK_": "0"},  # glibc's default, but said
 }
 MODELS = {  # name: tasks and group of an iteration, most tokens of a micro-batch, memory of a new contender [GB]
     "tiny": SimpleNamespace(tasks=8, group=8, micro_batch_tokens=8192, memory=2.5),
@@ -414,7 +421,7 @@ def start(key: tuple, spec: dict, python: str) -> SimpleNamespace:
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
-        env=os.environ | quiet | {"PYTHONWARNINGS": "ignore"},
+        env=os.environ | quiet | {"PYTHONWARNINGS": "ignore"} | ENVIRONMENT.get(spec["contender"], {}),
         cwd=spec["runs_dir"],
     )
     worker = SimpleNamespace(process=process, log=log, name=" ".join(key))
@@ -706,7 +713,9 @@ def main() -> None:
     worlds = [f"{name}-{turns}" for name in ("sokoban", "webshop") for turns in (3, 10)]
     parser.add_argument("--workloads", nargs="+", default=["sokoban-3", "sokoban-10"], help=f"of {', '.join(worlds)}")
     parser.add_argument("--models", nargs="+", default=["tiny"], choices=list(MODELS))
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="all; with --scaling: grpo istar")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=list(CONTENDERS), help="all but grpo-no-*; with --scaling: grpo istar"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="measured iterations of each contender")
     parser.add_argument("--trl-python", default="", help="the interpreter of TRL's virtual environment; empty: no TRL")
     parser.add_argument(
@@ -724,7 +733,9 @@ def main() -> None:
         if workload.split("-")[0] not in ("sokoban", "webshop") or not workload.split("-")[-1].isdigit():
             sys.exit(f"--workloads {workload}: a world and its turns, as sokoban-10 or webshop-3")
     if arguments.contenders is None:
-        arguments.contenders = ["grpo", "istar"] if arguments.scaling else list(CONTENDERS)
+        arguments.contenders = (
+            ["grpo", "istar"] if arguments.scaling else [name for name in CONTENDERS if name not in ENVIRONMENT]
+        )
         if not arguments.trl_python:
             arguments.contenders = [name for name in arguments.contenders if not name.startswith("trl")]
     if any(name.startswith("trl") for name in arguments.contenders) and not Path(arguments.trl_python).is_file():
