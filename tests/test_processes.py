@@ -131,3 +131,23 @@ def test_two_hosts_train(tmp_path):
     assert "2 processes" in done.stdout
     assert len(rows(tmp_path / "runs" / "hosts", "metrics.jsonl")) == 3
     assert len(rows(tmp_path / "runs" / "hosts", "episodes.jsonl")) == 2 * 4 * 4
+
+
+FAULTS = """
+import resource, torch
+from envs import processes
+processes.keep_freed_memory()
+for _ in range(20):  # 100 MB, whose pages are there from some earlier round, or new
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(25 * 10**6)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(("variables", "kept"), [({}, True), ({"MALLOC_CHECK_": "0"}, False)])
+def test_freed_memory_is_kept_unless_the_environment_says_otherwise(variables, kept):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, env=clean | variables, cwd=ROOT, check=True
+    )
+    assert (min(map(int, done.stdout.split())) < 100) == kept
