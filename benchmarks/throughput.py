@@ -216,7 +216,7 @@ def work(plan: dict, episodes: list, history: int, model) -> dict:
     for record in plan["episodes"]:
         outcomes[record["task"]].add(record["outcome"] > 0)
     felt = [pairs for pairs, record in zip(episodes, plan["episodes"]) if len(outcomes[record["task"]]) > 1]
-    sequences = sequences_of(felt)
+    every, sequences = sequences_of(episodes), sequences_of(felt)
     config, head = model.config, model.get_output_embeddings().weight.numel()
     width = config.num_attention_heads * (
         getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
@@ -227,8 +227,8 @@ def work(plan: dict, episodes: list, history: int, model) -> dict:
     return {
         "flops": flops,
         "needed_tokens": sum(t for t, _ in sequences),
-        "sequence_tokens": sum(t for t, _ in sequences_of(episodes)),
-        "action_tokens": sum(k for _, k in sequences_of(episodes)),
+        "sequence_tokens": sum(t for t, _ in every),
+        "action_tokens": sum(k for _, k in every),
     }
 
 
@@ -615,19 +615,19 @@ def picture(rows: list[dict], path: Path) -> None:
 
 def scaling_table(rows: list[dict]) -> str:
     """Markdown: seconds an iteration while one size doubles, the update's operations, and the lines of the check."""
-    table = medians(rows)
-    seconds = {(contender, workload): row["seconds"] for (_, workload, contender), row in table.items()}
-    work = {(contender, workload): row["flops"] for (_, workload, contender), row in table.items()}
+    table = {(contender, workload): row for (_, workload, contender), row in medians(rows).items()}
     lines = ["| contender | doubled | 1x | 2x | 4x | 8x | cost of a doubling | operations of a doubling |"]
     lines.append(f"|{'---|' * 8}")
     notes = []
-    for contender in dict.fromkeys(key[0] for key in seconds):
+    for contender in dict.fromkeys(key[0] for key in table):
         for size in SCALING:
             keys = [(contender, scaling_name(size, 2**i)) for i in range(4)]
-            if any(key not in seconds for key in keys):
+            if any(key not in table for key in keys):
                 continue
-            costs, needed = ([x[b] / x[a] for a, b in zip(keys, keys[1:])] for x in (seconds, work))
-            shown = [f"{seconds[key]:.2f} s" for key in keys]
+            costs, needed = (
+                [table[b][figure] / table[a][figure] for a, b in zip(keys, keys[1:])] for figure in ("seconds", "flops")
+            )
+            shown = [f"{table[key]['seconds']:.2f} s" for key in keys]
             shown += [", ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (costs, needed)]
             lines.append(f"| {contender} | {size} | {' | '.join(shown)} |")
             verdict = "" if max(costs) <= 2.1 else " NOT HELD"

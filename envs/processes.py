@@ -67,12 +67,12 @@ def start(args) -> torch.device:
 
 def keep_freed_memory() -> None:
     """Have glibc keep what large tensors free for the next ones. It gives it back to the kernel otherwise, and pages
-    taken anew in every pass cost a tenth of a 135M model's update (benchmarks/results/changes.md). MALLOC_* in the
+    taken anew in every pass cost 6 to 11 % of an iteration (benchmarks/results/throughput-threads.md). MALLOC_* in the
     environment, glibc's own way to say it, comes first."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    mallopt = None if any(name.startswith("MALLOC_") for name in os.environ) else mallopt
-    for parameter, number in ((-1, 2**31 - 1), (-3, 2**30)) if mallopt else ():  # M_TRIM_, M_MMAP_THRESHOLD [bytes]
-        mallopt(parameter, number)
+    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD [bytes]
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD [bytes]
 
 
 def count() -> int:
