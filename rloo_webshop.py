@@ -56,7 +56,7 @@ class Args:
     max_context_tokens: int = 3072  # longest sequence [tokens]; an episode that would outgrow it ends as truncated
     # === end block ===
     # === block: args ===
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (generate); auto: vllm if installed
+    engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (transformers); auto: vllm if installed
     seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
     iterations: int = 80  # rounds of rollout and update
     tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
@@ -73,7 +73,7 @@ class Args:
     policy_lora_rank: int = 0  # train a LoRA adapter of this rank instead of all parameters; 0: all parameters
     dtype: Literal["float32", "bfloat16"] = "float32"  # of engine, matrix products, frozen weights; the rest: float32
     micro_batch_tokens: int = 8192  # most tokens in one forward and backward pass: bounds the memory, changes no result
-    engine_memory: int = 2  # of vLLM's KV cache on a CPU [GiB]; on a GPU it takes 40 % and sleeps between rollouts
+    engine_memory: int = 2  # of the engine's KV cache on a CPU [GiB]; on a GPU it takes 40 % (vllm sleeps between)
     eval_every: int = 10  # iterations from one evaluation to the next; the last iteration is always evaluated
     eval_only: bool = False  # evaluate --model on the panel and stop
     eval_tasks: int = 128  # size of the evaluation panel: always the first tasks of the environment's fixed list

@@ -1,4 +1,4 @@
-"""What samples: vLLM in this process, or transformers' generate. Both have two methods that scripts call.
+"""What samples: vLLM in this process, or transformers on the trainer's model. Both have two methods that scripts call.
 
 engine.generate(contexts, temperature) -> [(sampled ids, their log-probabilities)]    lists of ids in, and out
 engine.load(model)                        samples from this policy's weights from now on
@@ -14,7 +14,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from peft import PeftModel
 from tqdm import tqdm
-from transformers import GenerationConfig
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from envs import processes
 
@@ -44,35 +45,99 @@ def assert_finite(weights) -> None:
 
 
 class HfEngine:
-    """transformers' generate on the trainer's own model, for machines without vLLM; each context is encoded again."""
+    """transformers on the trainer's own model, for machines without vLLM. Keys and values of the last contexts and
+    their samples are kept: of a context that goes on where one of them ended only the rest is read. Where contexts do
+    not all fit --engine-memory (40 % of a GPU), they are read in parts, each from its beginning."""
 
     def __init__(self, path: str, stop_ids: list[int], args):
         self.stop_ids, self.args, self.restarts = stop_ids, args, 0
 
-    @torch.no_grad()
+    def load(self, model) -> None:
+        """The trainer's own model; what the old weights computed is forgotten."""
+        assert_finite(policy_weights(model))
+        self.model, self.rows, self.seen = model, [], torch.zeros(0, 0)  # rows: (context, the same with its sample)
+
     def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
-        samples, device, limit = [], self.model.device, self.args.max_action_tokens
-        outputs = dict(return_dict_in_generate=True, output_scores=True)
-        config = GenerationConfig(max_new_tokens=limit, eos_token_id=self.stop_ids, pad_token_id=0, **outputs)
-        config.update(do_sample=temperature > 0, temperature=temperature or 1.0, top_k=0)
-        for part in (contexts[i : i + 64] for i in range(0, len(contexts), 64)):  # bounds the scores kept: [64, new, V]
-            width = max(map(len, part))
-            ids = torch.tensor([[0] * (width - len(c)) + c for c in part], device=device)
-            mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in part], device=device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self.args.dtype == "bfloat16"):
-                out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            sampled = out.sequences[:, width:]  # [B, new]
-            logprobs = torch.stack(out.scores, 1).float().log_softmax(-1).gather(2, sampled[..., None])[..., 0]
-            for row, row_logprobs in zip(sampled.tolist(), logprobs.tolist()):
-                end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
-                samples.append((row[:end], row_logprobs[:end]))
+        samples, most = [], self.fitting()
+        for i in range(0, len(contexts), most):
+            if len(contexts) > most:
+                self.rows = []
+            samples += self.sample(contexts[i : i + most], temperature)
         return samples
 
-    def load(self, model) -> None:
-        """The trainer's own model, without its own top-p, top-k or penalties: they would bend the policy."""
-        assert_finite(policy_weights(model))
-        self.model = model
-        plain(model).generation_config = GenerationConfig()
+    def fitting(self) -> int:
+        """How many contexts of --max-context-tokens the memory holds: a key and a value a layer, head and column, of
+        which half may be hidden."""
+        config = self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        token = 2 * config.num_hidden_layers * heads * width * (2 if self.args.dtype == "bfloat16" else 4)  # [bytes]
+        cuda = self.model.device.type == "cuda"
+        memory = 0.4 * torch.cuda.mem_get_info()[1] if cuda else self.args.engine_memory * 2**30
+        return max(1, int(memory // (2 * token * self.args.max_context_tokens)))
+
+    @torch.no_grad()
+    def sample(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
+        """Sample after contexts whose keys and values fit the memory."""
+        logprobs = self.read(contexts, temperature)  # [B, vocabulary]
+        stops = torch.tensor(self.stop_ids, device=logprobs.device)
+        alive = torch.ones_like(logprobs[:, :1], dtype=torch.bool)  # [B, 1]
+        sampled, theirs = [], []
+        while alive.any() and len(sampled) < self.args.max_action_tokens:
+            if sampled:
+                logprobs = self.forward(sampled[-1], alive, temperature)
+            ids = logprobs.exp().multinomial(1) if temperature else logprobs.argmax(-1, keepdim=True)  # [B, 1]
+            sampled.append(ids)
+            theirs.append(logprobs.gather(1, ids))
+            alive = alive & ~torch.isin(ids, stops)
+        samples = []
+        for row, row_logprobs in zip(torch.cat(sampled, 1).tolist(), torch.cat(theirs, 1).tolist()):
+            end = next((i + 1 for i, token in enumerate(row) if token in self.stop_ids), len(row))
+            samples.append((row[:end], row_logprobs[:end]))
+        self.rows = [(context, context + ids) for context, (ids, _) in zip(contexts, samples)]
+        return samples
+
+    def read(self, contexts: list[list[int]], temperature: float) -> torch.Tensor:
+        """Bring the cache to these contexts; log-probabilities of what follows, [B, vocabulary]. Equal contexts, as a
+        group's at the start, are read once. The cache has a column for each token of the widest row: what a row has
+        not, self.seen [B, columns] hides."""
+        different = {context: row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
+        cache = DynamicCache(config=self.model.config)
+        whole = all(type(layer) is DynamicLayer for layer in cache.layers)  # a window would count hidden columns too
+        dense = self.seen.shape[1] <= 2 * max(map(len, contexts))
+        kept = iter(enumerate(self.rows if whole and dense else []))  # episodes keep their order
+        found = [next((i for i, (c, _) in kept if [*context[: len(c)]] == c), None) for context in different]
+        device = self.model.device
+        if any(i is not None for i in found):
+            place = torch.tensor([i or 0 for i in found], device=device)
+            both = [([*c[:-1]], self.rows[i][1] if i is not None else []) for i, c in zip(found, different)]
+            common = [len(os.path.commonprefix(pair)) for pair in both]
+            self.cache.reorder_cache(place)
+            self.seen = self.seen[place]
+            self.seen &= self.seen.cumsum(1) <= torch.tensor(common, device=device)[:, None]
+        else:
+            self.cache, self.seen = cache, torch.zeros(len(different), 0, dtype=torch.bool, device=device)
+        new = [context[count:] for context, count in zip(different, self.seen.sum(1).tolist())]
+        longest = max(map(len, new))
+        ids = torch.tensor([[0] * (longest - len(c)) + [*c] for c in new], device=device)
+        real = torch.tensor([[False] * (longest - len(c)) + [True] * len(c) for c in new], device=device)
+        for part in zip(ids.split(512, 1), real.split(512, 1)):  # bounds activations and mask
+            logprobs = self.forward(*part, temperature)
+        if len(different) < len(contexts):
+            place = torch.tensor([different[tuple(context)] for context in contexts], device=device)
+            self.cache.reorder_cache(place)
+            self.seen, logprobs = self.seen[place], logprobs[place]
+        return logprobs
+
+    def forward(self, ids: torch.Tensor, real: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` are the row's own."""
+        causal, self.seen = plain(self.model), torch.cat([self.seen, real], 1)
+        positions = (self.seen.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        given = dict(input_ids=ids, attention_mask=self.seen.long(), position_ids=positions, use_cache=True)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.args.dtype == "bfloat16"):
+            hidden = causal.base_model(**given, past_key_values=self.cache).last_hidden_state[:, -1]
+            logits = causal.get_output_embeddings()(hidden / (temperature or 1.0))
+        return logits.float().log_softmax(-1)
 
 
 class VllmEngine:

@@ -104,6 +104,74 @@ def test_hf_engine_samples_the_whole_softmax(module):
     assert {ids[0] for ids, _ in greedy} == {exact.argmax().item()}
 
 
+def played(engine, turns: int) -> list[tuple[list[int], list[float]]]:
+    """Samples of a rollout's shape: groups that begin alike, turns of unequal length, episodes that end, a context that
+    comes again, one that goes on otherwise than was sampled (it was cut), and one that nobody has seen before."""
+    rng, contexts, samples = random.Random(0), [[7] * 30] * 3 + [[8] * 11] * 3, []
+    for turn in range(turns):
+        torch.manual_seed(turn)
+        answers = engine.generate(contexts, 1.0)
+        samples += zip(contexts, answers)
+        words = [[rng.randrange(3, 150) for _ in range(rng.choice((3, 40)))] for _ in contexts]
+        contexts = [c + ids + more for c, (ids, _), more in zip(contexts, answers, words)]
+        if turn == 1:
+            contexts = [contexts[0], samples[-5][0], contexts[3][:-1], [9] * 17, contexts[5]]
+        if turn == 2:
+            contexts[1] = contexts[1][: -len(words[1]) - 1] + words[1]
+    return samples
+
+
+@pytest.mark.parametrize("engine_memory", (2, 1e-4), ids=("kept", "in parts"))
+def test_hf_engine_keeps_what_it_has_read(module, engine_memory):
+    """Contexts that go on are read from where they ended, and what comes of it are the trainer's log-probabilities."""
+    model, args = tiny(), settings(max_action_tokens=6, engine_memory=engine_memory)
+    engine, read = module.HfEngine("", [STOP], args), []
+    engine.load(model)
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].numel()))
+    samples = played(engine, 5)
+    hook.remove()
+    trajectories = []
+    for context, (ids, logprobs) in samples:
+        step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
+        trajectories.append(module.Trajectory(0, context + ids, [-1] * len(context) + [0] * len(ids), 0.0, [step]))
+    exact = module.score_tokens(model, module.flatten(trajectories), args, "")
+    theirs = torch.tensor([value for _, (_, logprobs) in samples for value in logprobs])
+    assert (exact - theirs).abs().max() < 1e-4
+    every = sum(len(context) for context, _ in samples)
+    assert (sum(read) < 0.6 * every) == (engine_memory > 1), (sum(read), every)
+
+
+def test_hf_engine_forgets_with_the_weights(module):
+    """After load nothing that the old weights computed is used."""
+    model, args, context = tiny(), settings(max_action_tokens=6, engine_memory=2), [7] * 20
+    engine, fresh = (module.HfEngine("", [STOP], args) for _ in range(2))
+    engine.load(model)
+    engine.generate([context], 1.0)
+    move(model, 1)
+    samples = []
+    for each in (engine, fresh):
+        each.load(model)
+        torch.manual_seed(0)
+        samples.append(each.generate([context + [9] * 5], 1.0))
+    assert samples[0] == samples[1]
+
+
+def test_hf_engine_reads_a_window_anew(module):
+    """Attention over a window would count what is hidden: such a model's contexts are read from their beginning."""
+    config = tiny().config
+    config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 16, 0
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    torch.manual_seed(0)
+    model, args = AutoModelForCausalLM.from_config(config), settings(max_action_tokens=6, engine_memory=2)
+    engine = module.HfEngine("", [STOP], args)
+    engine.load(model)
+    for context, (ids, logprobs) in played(engine, 4):
+        step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
+        one = module.Trajectory(0, context + ids, [-1] * len(context) + [0] * len(ids), 0.0, [step])
+        exact = module.score_tokens(model, module.flatten([one]), args, "")
+        assert (exact - torch.tensor(logprobs)).abs().max() < 1e-4
+
+
 # ------------ vLLM ------------
 
 
