@@ -37,9 +37,9 @@ each counted once whatever a contender makes of them, over the whole iteration. 
 forward passes see; padding: the share of them that is padding or belongs to groups of one outcome, which teach nothing.
 work: floating-point operations that the contender's other sequences need in the update (2 a parameter and token in the
 layers, causal attention, the head at action tokens; three times that for forward and backward), and of ceiling: work
-over the update's time, as a share of the best rate of torch.mm in the same run. peak:
-the process's largest resident memory during the iteration. others: cores that other processes had meanwhile; seconds
-mean something only where it is near 0.
+over the update's time, as a share of torch.mm's best rate in the same round (a machine's rate changes from minute to
+minute). peak: the process's largest resident memory during the iteration. others: cores that other processes had
+meanwhile; seconds mean something only where it is near 0, or where --busy asks for such neighbours.
 
 OUT.jsonl holds every measured iteration and is taken up again: a benchmark may be made in pieces, and rows of other
 code are refused. OUT.md and OUT.png are made of it.
@@ -93,6 +93,7 @@ MODELS = {  # name: tasks and group of an iteration, most tokens of a micro-batc
 }
 CONTEXT = {"tiny-sokoban": 1024, "tiny-webshop": 3072, "smollm2": 8192}  # longest sequence [tokens]
 ENGINE_MEMORY = 1  # of vLLM's KV cache [GiB]: holds every workload, and more contenders fit beside each other
+PEERS = [("grpo", "trl"), ("grpo-hf", "trl"), ("grpo-bf16", "trl-bf16"), ("grpo-bf16", "trl-default")]
 SCALING = dict(tasks=4, group=4, turns=2)  # the smallest; each is doubled three times
 PHASES = ("rollout", "logprobs", "prm", "update", "sync")
 RECORDER = "envs/*.py benchmarks/throughput.py"
@@ -465,6 +466,7 @@ def measure(jobs: list, arguments, out: Path, model_paths: dict, rows: list[dict
     done = {(r["round"], r["model"], r["workload"], r["contender"]) for r in rows}
     jobs = [job for job in jobs if job[:4] not in done]
     alive, memory = {}, {}
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.busy)]
     progress = tqdm(jobs, desc="iterations", disable=None)
     try:
         for number, model, workload, contender, plan in progress:
@@ -497,6 +499,8 @@ def measure(jobs: list, arguments, out: Path, model_paths: dict, rows: list[dict
             with out.with_suffix(".jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
     finally:
+        for neighbour in neighbours:
+            neighbour.kill()
         for worker in alive.values():
             stop(worker)
 
@@ -507,7 +511,7 @@ def measure(jobs: list, arguments, out: Path, model_paths: dict, rows: list[dict
 def medians(rows: list[dict]) -> dict:
     """{(model, workload, contender): {figure: its median over rounds}}."""
     groups = defaultdict(list)
-    for row in rows:
+    for row in with_shares(rows):
         groups[row["model"], row["workload"], row["contender"]].append(row)
     return {
         key: {
@@ -520,22 +524,34 @@ def medians(rows: list[dict]) -> dict:
     }
 
 
-def ceiling(rows: list[dict]) -> dict:
-    """The best that was measured of each."""
-    seen = [row for row in rows if row["contender"] == "ceiling"]
-    return {
-        name: max((row[name] for row in seen), default=float("nan")) for name in ("mm_float32", "mm_bfloat16", "copy")
-    }
+def with_shares(rows: list[dict]) -> list[dict]:
+    """The rows, each with the share of its round's matrix product rate that the work over the update's time is."""
+    where = ("round", "model", "workload")
+    rates = {tuple(row[name] for name in where): row for row in rows if row["contender"] == "ceiling"}
+    shared = []
+    for row in rows:
+        rate = rates.get(tuple(row[name] for name in where), {})
+        product = rate.get("mm_bfloat16" if "bf16" in row["contender"] else "mm_float32", float("nan"))
+        work = 3 * row["flops"] / row["update"] / 1e9 if "flops" in row else float("nan")
+        shared.append(row | {"share": work / product})
+    return shared
 
 
-def share_of_ceiling(contender: str, row: dict, best: dict) -> float:
-    """Work of the update over its time, as a share of the matrix-multiply rate."""
-    return 3 * row["flops"] / row["update"] / 1e9 / best["mm_bfloat16" if "bf16" in contender else "mm_float32"]
+def rates(rows: list[dict]) -> str:
+    """A line: what the machine gave."""
+    ceilings = [row for row in rows if row["contender"] == "ceiling"]
+
+    def ends(name: str, unit: str) -> str:
+        seen = [row[name] for row in ceilings]
+        return f"{min(seen):,.0f} to {max(seen):,.0f} {unit}"
+
+    products = f"matrix product {ends('mm_float32', 'GFLOP/s')} float32, {ends('mm_bfloat16', 'GFLOP/s')} bfloat16"
+    return f"Ceilings measured in every round, least to most: {products}; copying {ends('copy', 'GB/s')}."
 
 
 def tables(rows: list[dict]) -> str:
     """Markdown: a table per model and workload."""
-    table, best, parts = medians(rows), ceiling(rows), []
+    table, parts = medians(rows), []
     for model, workload in dict.fromkeys(key[:2] for key in table if key[2] != "ceiling"):
         mine = {key[2]: row for key, row in table.items() if key[:2] == (model, workload) and key[2] != "ceiling"}
         tokens = min(row["sequence_tokens"] for row in mine.values())
@@ -551,7 +567,7 @@ def tables(rows: list[dict]) -> str:
                 f"| {contender} | {row['seconds']:.2f} | {' | '.join(f'{row[phase]:.2f}' for phase in PHASES)} "
                 f"| {tokens / row['seconds']:,.0f} | {row['processed']:,.0f} "
                 f"| {1 - row['needed_tokens'] / row['processed']:.1%} | {3 * row['flops'] / 1e12:.3f} "
-                f"| {share_of_ceiling(contender, row, best):.0%} | {row['peak']:.1f} | {row['others']:.2f} "
+                f"| {row['share']:.0%} | {row['peak']:.1f} | {row['others']:.2f} "
                 f"| {row['rounds']} |"
             )
         parts.append("\n".join(lines))
@@ -560,7 +576,7 @@ def tables(rows: list[dict]) -> str:
 
 def checks(rows: list[dict]) -> list[str]:
     """The bounds that the loop is held to, as lines; those that the rows can tell."""
-    table, best, lines = medians(rows), ceiling(rows), []
+    table, lines = medians(rows), []
 
     def check(name: str, value: float, bound: float, least: bool = False) -> None:
         held = value >= bound if least else value <= bound
@@ -569,7 +585,7 @@ def checks(rows: list[dict]) -> list[str]:
     for model, workload in dict.fromkeys(key[:2] for key in table):
         of = {key[2]: row for key, row in table.items() if key[:2] == (model, workload)}
         where = f"{model}, {workload}"
-        for ours, theirs in (("grpo", "trl"), ("grpo-bf16", "trl-bf16"), ("grpo-bf16", "trl-default")):
+        for ours, theirs in PEERS:
             if ours in of and theirs in of:
                 check(f"1. {ours} / {theirs}, {where}, s/iteration", of[ours]["seconds"] / of[theirs]["seconds"], 0.5)
         if "grpo" in of and "grpo-reencode" in of and workload.endswith("-10"):
@@ -582,8 +598,8 @@ def checks(rows: list[dict]) -> list[str]:
             check(f"3. istar / rloo, {where}, s/iteration", of["istar"]["seconds"] / of["rloo"]["seconds"], 1.6)
         for contender, bound in (("grpo", 0.7), ("grpo-bf16", 0.5)):
             if contender in of and model == "smollm2" and any(row["contender"] == "ceiling" for row in rows):
-                share = share_of_ceiling(contender, of[contender], best)
-                check(f"4. {contender}, {where}, update's share of the matrix-multiply rate", share, bound, True)
+                name = f"4. {contender}, {where}, update's share of the matrix-multiply rate"
+                check(name, of[contender]["share"], bound, True)
         if "grpo" in of:
             padding = 1 - of["grpo"]["needed_tokens"] / of["grpo"]["processed"]
             check(f"4. grpo, {where}, padding of the tokens processed", padding, 0.05)
@@ -721,6 +737,7 @@ def main() -> None:
     parser.add_argument(
         "--smollm2", default=os.environ.get("SMOLLM2_WHEEL", ""), help="wheel or directory of the model"
     )
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the contenders")
     parser.add_argument("--scaling", action="store_true", help="double tasks, group and turns instead")
     parser.add_argument("--out", type=Path, default=None, help="results, without ending")
     parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "throughput", help="recordings and logs")
@@ -773,10 +790,9 @@ def main() -> None:
     if arguments.scaling:
         text = f"{header(arguments, rows)}\n\n{scaling_table(rows)}\n"
     else:
-        best = ceiling(rows)
-        rates = f"matrix product {best['mm_float32']:,.0f} GFLOP/s float32, {best['mm_bfloat16']:,.0f} bfloat16"
-        rates = f"Ceilings measured between the contenders, the best of each: {rates}; copying {best['copy']:.1f} GB/s."
-        text = f"{header(arguments, rows)}\n\n{rates}\n\n{tables(rows)}\n\n" + "".join(f"- {x}\n" for x in checks(rows))
+        text = f"{header(arguments, rows)}\n\n{rates(rows)}\n\n{tables(rows)}\n\n" + "".join(
+            f"- {x}\n" for x in checks(rows)
+        )
         picture(rows, out.with_suffix(".png"))
     out.with_suffix(".md").write_text(text)
     print(text)

@@ -79,3 +79,19 @@ def test_the_bounds():
     assert "2. grpo / grpo-reencode, tiny, sokoban-10, tokens: 0.25 (at most 0.35)" in lines
     assert "3. istar / rloo, tiny, sokoban-10, s/iteration: 2 (at most 1.6) NOT HELD" in lines
     assert "4. grpo, tiny, sokoban-10, padding of the tokens processed: 0.5 (at most 0.05) NOT HELD" in lines
+
+
+def test_the_share_of_the_ceiling_is_that_of_the_same_round():
+    def row(number, contender, **figures):
+        return dict(round=number, model="smollm2", workload="sokoban-10", contender=contender, **figures)
+
+    rows = []
+    for number, (rate, seconds) in enumerate([(100.0, 10.0), (50.0, 15.0), (200.0, 6.0)]):
+        rows.append(row(number, "ceiling", mm_float32=rate, mm_bfloat16=4 * rate, copy=1.0))
+        rows.append(row(number, "grpo", flops=2.5e11, update=seconds, needed_tokens=1, processed=1))
+    shares = [each["share"] for each in throughput.with_shares(rows) if each["contender"] == "grpo"]
+    assert shares == pytest.approx([0.75, 1.0, 0.625])
+    assert "4. grpo, smollm2, sokoban-10, update's share of the matrix-multiply rate: 0.75 (at least 0.7)" in (
+        throughput.checks(rows)
+    )
+    assert "100" in throughput.rates(rows[:2]) and "50 to 200 GFLOP/s float32" in throughput.rates(rows)
