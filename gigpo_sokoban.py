@@ -449,7 +449,7 @@ def main():
             # ------------ 1. Rollout: a group of trajectories for each task, with the current policy ------------
             tasks = [task for task in random.sample(env.train_tasks, args.tasks_per_iteration)] * args.group_size
             trajectories = rollout(env, engine, chat, sorted(tasks), args, args.temperature, f"rollout {iteration}")
-            engine.sleep() if kind == "vllm" else None
+            engine.sleep()
             batch, steps = flatten(trajectories), [step for t in trajectories for step in t.steps]
             last |= {"iteration": iteration, "trajectories": trajectories}
             invalid = torch.tensor([not step.valid for step in steps])  # [S]

@@ -1,7 +1,8 @@
-"""What samples: vLLM in this process, or transformers on the trainer's model. Both have two methods that scripts call.
+"""What samples: vLLM in this process, or transformers on the trainer's model. Three methods that scripts call.
 
 engine.generate(contexts, temperature) -> [(sampled ids, their log-probabilities)]    lists of ids in, and out
 engine.load(model)                        samples from this policy's weights from now on
+engine.sleep()                            leaves its memory to the trainer
 engine.restarts                           how often it was replaced because it failed
 """
 
@@ -55,13 +56,17 @@ class HfEngine:
     def load(self, model) -> None:
         """The trainer's own model; what the old weights computed is forgotten."""
         assert_finite(policy_weights(model))
-        self.model, self.rows, self.seen = model, [], torch.zeros(0, 0)  # rows: (context, the same with its sample)
+        self.model = model
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Leave the memory to the trainer; nothing that was read is kept."""
+        self.cache, self.rows, self.seen = None, [], torch.zeros(0, 0)  # rows: (context, the same with its sample)
 
     def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
         samples, most = [], self.fitting()
         for i in range(0, len(contexts), most):
-            if len(contexts) > most:
-                self.rows = []
+            self.sleep() if len(contexts) > most else None
             samples += self.sample(contexts[i : i + most], temperature)
         return samples
 

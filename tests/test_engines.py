@@ -151,9 +151,13 @@ def test_hf_engine_forgets_with_the_weights(module):
     samples = []
     for each in (engine, fresh):
         each.load(model)
+        assert each.cache is None
         torch.manual_seed(0)
         samples.append(each.generate([context + [9] * 5], 1.0))
     assert samples[0] == samples[1]
+    assert engine.cache.get_seq_length() > 0
+    engine.sleep()
+    assert engine.cache is None
 
 
 def test_hf_engine_reads_a_window_anew(module):

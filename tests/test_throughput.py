@@ -1,6 +1,7 @@
 """benchmarks/throughput.py: what it records is replayed, counted by hand, and judged by its bounds."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -95,3 +96,18 @@ def test_the_share_of_the_ceiling_is_that_of_the_same_round():
         throughput.checks(rows)
     )
     assert "100" in throughput.rates(rows[:2]) and "50 to 200 GFLOP/s float32" in throughput.rates(rows)
+
+
+def test_step_time_of_a_small_shape(tmp_path):
+    """The script for a GPU, here on the CPU: every phase runs, and its operations are counted."""
+    sizes = dict(tasks=2, group=2, turns=3, prompt=20, observation=10, answer=4, rounds=1)
+    flags = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    command = [sys.executable, "benchmarks/step_time.py", "--shape", "small", "--dtype", "float32", *flags]
+    done = subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "step-time-small.md").read_text()
+    assert "208 tokens, 48 sampled" in text  # 4 episodes of a prompt, 3 answers, 2 observations
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] for row in rows] == ["rollout", "log-probabilities", "PRM", "update"]
+    assert all(float(row[1]) >= 0 and float(row[5]) > 0 for row in rows)
+    assert [float(row[3]) / float(rows[0][3]) for row in rows] == pytest.approx([1, 1, 3, 3], rel=0.02)
