@@ -112,10 +112,8 @@ def main() -> None:
     frozen = torch.bfloat16 if arguments.dtype == "bfloat16" else torch.float32
     if device == "cpu" and arguments.shape != "small":
         print("no GPU: this will take long", file=sys.stderr)
-    longest = arguments.prompt + arguments.turns * (arguments.observation + arguments.answer)
-    sizes = dict(max_context_tokens=longest, max_action_tokens=arguments.answer)
-    sizes |= dict(micro_batch_tokens=arguments.micro_batch_tokens, policy_lora_rank=rank)
-    args = istar.Args(**sizes, dtype=arguments.dtype, minibatches=1, engine="hf", engine_memory=8)
+    flags = dict(max_action_tokens=arguments.answer, micro_batch_tokens=arguments.micro_batch_tokens, engine_memory=8)
+    args = istar.Args(**flags, policy_lora_rank=rank, dtype=arguments.dtype, minibatches=1, engine="hf")
     torch.manual_seed(0)
     policy = build(arguments.shape, frozen if rank else torch.float32, device)
     policy = istar.add_adapter(policy, "policy", rank) if rank else policy

@@ -64,22 +64,24 @@ class HfEngine:
         self.cache, self.rows, self.seen = None, [], torch.zeros(0, 0)  # rows: (context, the same with its sample)
 
     def generate(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
-        samples, most = [], self.fitting()
+        longest = max(map(len, contexts)) + self.args.max_action_tokens
+        if len(contexts) <= self.fitting(2 * longest):  # half of the columns may be hidden ones
+            return self.sample(contexts, temperature)
+        samples, most = [], self.fitting(longest)
         for i in range(0, len(contexts), most):
-            self.sleep() if len(contexts) > most else None
+            self.sleep()
             samples += self.sample(contexts[i : i + most], temperature)
         return samples
 
-    def fitting(self) -> int:
-        """How many contexts of --max-context-tokens the memory holds: a key and a value a layer, head and column, of
-        which half may be hidden."""
+    def fitting(self, columns: int) -> int:
+        """How many contexts of so many tokens the memory holds: a key and a value for each layer and head."""
         config = self.model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         token = 2 * config.num_hidden_layers * heads * width * (2 if self.args.dtype == "bfloat16" else 4)  # [bytes]
         cuda = self.model.device.type == "cuda"
         memory = 0.4 * torch.cuda.mem_get_info()[1] if cuda else self.args.engine_memory * 2**30
-        return max(1, int(memory // (2 * token * self.args.max_context_tokens)))
+        return max(1, int(memory // (token * columns)))
 
     @torch.no_grad()
     def sample(self, contexts: list[list[int]], temperature: float) -> list[tuple[list[int], list[float]]]:
