@@ -88,6 +88,7 @@ class Args:
     max_action_tokens: int = 16  # longest answer [tokens]
     max_context_tokens: int = 1024  # longest sequence [tokens], and the positions of a new model
     micro_batch_tokens: int = 8192  # most tokens in one forward and backward pass
+    engine_memory: int = 2  # of the engine's KV cache on a CPU [GiB]; on a GPU it takes 40 %
     history: int = 0  # turns of the past that a step sees; 0: all
     temperature: float = 1.0  # of the log-probabilities
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products
@@ -371,7 +372,6 @@ def main():
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
     engine = HfEngine("", chat.stop_ids, args)
-    engine.load(model)
     trajectories = [lay_out(chat, demonstration) for demonstration in demonstrations]
     trajectories = [t for t in trajectories if len(t.token_ids) <= args.max_context_tokens]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -396,6 +396,7 @@ def main():
         optimizer.zero_grad()
         if update >= args.min_updates and update % args.eval_every == 0:
             torch.manual_seed(args.seed + update)
+            engine.load(model)
             played = rollout(env, engine, chat, held_out, args, args.eval_temperature, "held out")
             seconds, looked = time.time() - begin, describe(played, "eval", env)
             success, score = looked["eval/success"], looked["eval/score"]
@@ -406,6 +407,7 @@ def main():
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     panel = [task for task in env.eval_tasks[:PANEL] for _ in range(2)]
+    engine.load(model)
     played = describe(rollout(env, engine, chat, panel, args, args.eval_temperature, "evaluation"), "eval", env)
     reached = f"success {played['eval/success']:.3f} +- {played['eval/success_error']:.3f} on the evaluation panel"
     print(f"{args.out}: {reached}")
