@@ -531,7 +531,8 @@ def with_shares(rows: list[dict]) -> list[dict]:
     shared = []
     for row in rows:
         rate = rates.get(tuple(row[name] for name in where), {})
-        product = rate.get("mm_bfloat16" if "bf16" in row["contender"] else "mm_float32", float("nan"))
+        dtype = CONTENDERS.get(row["contender"], ("", {}))[1].get("dtype", "float32")
+        product = rate.get(f"mm_{dtype}", float("nan"))
         work = 3 * row["flops"] / row["update"] / 1e9 if "flops" in row else float("nan")
         shared.append(row | {"share": work / product})
     return shared

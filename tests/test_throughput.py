@@ -90,8 +90,11 @@ def test_the_share_of_the_ceiling_is_that_of_the_same_round():
     for number, (rate, seconds) in enumerate([(100.0, 10.0), (50.0, 15.0), (200.0, 6.0)]):
         rows.append(row(number, "ceiling", mm_float32=rate, mm_bfloat16=4 * rate, copy=1.0))
         rows.append(row(number, "grpo", flops=2.5e11, update=seconds, needed_tokens=1, processed=1))
+        rows.append(row(number, "trl-default", flops=2.5e11, update=seconds))  # in bfloat16
     shares = [each["share"] for each in throughput.with_shares(rows) if each["contender"] == "grpo"]
     assert shares == pytest.approx([0.75, 1.0, 0.625])
+    shares = [each["share"] for each in throughput.with_shares(rows) if each["contender"] == "trl-default"]
+    assert shares == pytest.approx([0.1875, 0.25, 0.15625])
     assert "4. grpo, smollm2, sokoban-10, update's share of the matrix-multiply rate: 0.75 (at least 0.7)" in (
         throughput.checks(rows)
     )
