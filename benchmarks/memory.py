@@ -44,6 +44,16 @@ def shape_of(config) -> SimpleNamespace:
     )
 
 
+def random_qwen(shape: tuple):
+    """A Qwen2 of this shape, as in SHAPES, with random weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    h, i, layers, heads, keys, vocabulary, tied = shape
+    sizes = dict(hidden_size=h, intermediate_size=i, num_hidden_layers=layers, num_attention_heads=heads)
+    config = Qwen2Config(**sizes, num_key_value_heads=keys, vocab_size=vocabulary, tie_word_embeddings=tied)
+    return Qwen2ForCausalLM(config)
+
+
 def predict(shape, tokens: int, action_share: float, lora_rank: int, prm_rank: int, dtype: str) -> dict[str, float]:
     """Bytes at the peak of an iteration, by what they are for.
 
@@ -74,17 +84,14 @@ def measure(path: str, tokens: int, lora_rank: int, dtype: str) -> None:
     sys.path.insert(0, str(ROOT))
     istar = load_script("istar_sokoban")
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     cuda, frozen = torch.cuda.is_available(), torch.bfloat16 if dtype == "bfloat16" else torch.float32
     device = "cuda" if cuda else "cpu"
 
     def build(kind):
         if path in SHAPES:
-            h, i, layers, heads, keys, vocabulary, tied = SHAPES[path]
-            sizes = dict(hidden_size=h, intermediate_size=i, num_hidden_layers=layers, num_attention_heads=heads)
-            config = Qwen2Config(**sizes, num_key_value_heads=keys, vocab_size=vocabulary, tie_word_embeddings=tied)
-            return Qwen2ForCausalLM(config).to(device, kind)
+            return random_qwen(SHAPES[path]).to(device, kind)
         return AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(device)
 
     def memory() -> int:

@@ -36,15 +36,11 @@ STOP = -1  # no token: every answer is as long as asked
 
 
 def build(shape: str, dtype, device):
-    """A Qwen2 of this shape, with random weights."""
+    """A model of this shape, made where it stays."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    hidden, inner, layers, heads, keys, vocabulary, tied = SHAPES[shape]
-    sizes = dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads)
-    config = Qwen2Config(**sizes, num_key_value_heads=keys, vocab_size=vocabulary, tie_word_embeddings=tied)
     with torch.device(device):
-        return Qwen2ForCausalLM(config).to(dtype)
+        return memory.random_qwen(SHAPES[shape]).to(dtype)
 
 
 def ceiling(dtype, device) -> float:
@@ -160,7 +156,7 @@ def main() -> None:
     needs = work(plan, pairs, 0, istar.plain(policy))
     hardware = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
     lines = [
-        f"`python benchmarks/step_time.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+        f"`{' '.join(['python benchmarks/step_time.py', *sys.argv[1:]])}`",
         f"{time.strftime('%Y-%m-%d')}, {hardware}, torch {torch.__version__}, transformers {transformers.__version__}. "
         f"{sum(p.numel() for p in istar.plain(policy).parameters()) / 1e6:,.1f} M parameters, {arguments.dtype}, "
         f"{'LoRA ' + str(rank) if rank else 'all weights train'}; {len(games)} episodes, {needs['sequence_tokens']:,} "

@@ -92,7 +92,7 @@ MODELS = {  # name: tasks and group of an iteration, most tokens of a micro-batc
     "smollm2": SimpleNamespace(tasks=1, group=4, micro_batch_tokens=2048, memory=10.5),
 }
 CONTEXT = {"tiny-sokoban": 1024, "tiny-webshop": 3072, "smollm2": 8192}  # longest sequence [tokens]
-ENGINE_MEMORY = 1  # of vLLM's KV cache [GiB]: holds every workload, and more contenders fit beside each other
+ENGINE_MEMORY = 1  # of the engine's KV cache [GiB]: holds every workload, and more contenders fit beside each other
 PEERS = [("grpo", "trl"), ("grpo-hf", "trl"), ("grpo-bf16", "trl-bf16"), ("grpo-bf16", "trl-default")]
 SCALING = dict(tasks=4, group=4, turns=2)  # the smallest; each is doubled three times
 PHASES = ("rollout", "logprobs", "prm", "update", "sync")
@@ -527,14 +527,14 @@ def medians(rows: list[dict]) -> dict:
 def with_shares(rows: list[dict]) -> list[dict]:
     """The rows, each with the share of its round's matrix product rate that the work over the update's time is."""
     where = ("round", "model", "workload")
-    rates = {tuple(row[name] for name in where): row for row in rows if row["contender"] == "ceiling"}
+    ceilings = {tuple(row[name] for name in where): row for row in rows if row["contender"] == "ceiling"}
     shared = []
     for row in rows:
-        rate = rates.get(tuple(row[name] for name in where), {})
-        dtype = CONTENDERS.get(row["contender"], ("", {}))[1].get("dtype", "float32")
-        product = rate.get(f"mm_{dtype}", float("nan"))
-        work = 3 * row["flops"] / row["update"] / 1e9 if "flops" in row else float("nan")
-        shared.append(row | {"share": work / product})
+        ceiling, share = ceilings.get(tuple(row[name] for name in where)), float("nan")
+        if ceiling and row is not ceiling:
+            dtype = CONTENDERS[row["contender"]][1].get("dtype", "float32")
+            share = 3 * row["flops"] / row["update"] / 1e9 / ceiling[f"mm_{dtype}"]
+        shared.append(row | {"share": share})
     return shared
 
 

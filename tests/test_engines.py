@@ -33,9 +33,14 @@ def tiny():
 
 
 def gap(module, engine, model, args, contexts) -> float:
-    """The largest difference between the engine's and the trainer's log-probability of a sampled token."""
+    """The largest difference between the engine's and the trainer's log-probability of a token that it samples now."""
+    return gap_of(module, model, args, zip(contexts, engine.generate(contexts, args.temperature)))
+
+
+def gap_of(module, model, args, samples) -> float:
+    """The same of samples (context, (ids, log-probabilities))."""
     trajectories, theirs = [], []
-    for context, (ids, logprobs) in zip(contexts, engine.generate(contexts, args.temperature)):
+    for context, (ids, logprobs) in samples:
         assert 1 <= len(ids) <= args.max_action_tokens and len(ids) == len(logprobs)
         assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == args.max_action_tokens)
         step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
@@ -130,13 +135,7 @@ def test_hf_engine_keeps_what_it_has_read(module, engine_memory):
     hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].numel()))
     samples = played(engine, 5)
     hook.remove()
-    trajectories = []
-    for context, (ids, logprobs) in samples:
-        step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
-        trajectories.append(module.Trajectory(0, context + ids, [-1] * len(context) + [0] * len(ids), 0.0, [step]))
-    exact = module.score_tokens(model, module.flatten(trajectories), args, "")
-    theirs = torch.tensor([value for _, (_, logprobs) in samples for value in logprobs])
-    assert (exact - theirs).abs().max() < 1e-4
+    assert gap_of(module, model, args, samples) < 1e-4
     every = sum(len(context) for context, _ in samples)
     assert (sum(read) < 0.6 * every) == (engine_memory > 1), (sum(read), every)
 
@@ -169,11 +168,7 @@ def test_hf_engine_reads_a_window_anew(module):
     model, args = AutoModelForCausalLM.from_config(config), settings(max_action_tokens=6, engine_memory=2)
     engine = module.HfEngine("", [STOP], args)
     engine.load(model)
-    for context, (ids, logprobs) in played(engine, 4):
-        step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
-        one = module.Trajectory(0, context + ids, [-1] * len(context) + [0] * len(ids), 0.0, [step])
-        exact = module.score_tokens(model, module.flatten([one]), args, "")
-        assert (exact - torch.tensor(logprobs)).abs().max() < 1e-4
+    assert gap_of(module, model, args, played(engine, 4)) < 1e-4
 
 
 # ------------ vLLM ------------
