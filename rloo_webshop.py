@@ -1,96 +1,68 @@
-"""RLOO on WebShop: REINFORCE with a leave-one-out baseline for a language-model agent over many turns.
+"""RLOO on WebShop: REINFORCE with a leave-one-out baseline, for an agent over many turns.
 
-Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the same credit:
-its outcome r_o against those of the group's others. Symbols: o_1:t what the agent has seen, a_t its action (all tokens
-of one answer), pi_old the policy that played this iteration's episodes, pi_theta the policy in training.
+Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode
+get the same credit: its outcome r_o against those of the group's others. o_1:t: what the agent has
+seen; a_t: its action, all tokens of one answer; pi_old: the policy that played this iteration's
+episodes; pi_theta: the policy in training.
 
-    advantage             A(a_t) = A(tau_i) = r_o(tau_i) - mean of r_o(tau_j) over the group's others j
-    policy                max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),  rho = pi_theta / pi_old of each token
+    advantage      A(a_t) = A(tau_i) = r_o(tau_i) - mean of r_o(tau_j) over the group's others j
+    policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
+                   rho = pi_theta / pi_old of each token
 
-Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. The two files differ by the step reward.
+Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip.
 
-    python rloo_webshop.py                                         # the tiny model on 2 CPU cores, minutes
-    python rloo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --learning-rate 1e-6
+    python rloo_webshop.py                          # the tiny model on 2 CPU cores, minutes
+    python rloo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
+        --learning-rate 1e-6
 """
 
-# === block: imports ===
-import os
 import random
-import sys
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # threads wait awake for microseconds; longer harms busy machines
+from envs.webshop import WebShop, WebShopArgs
+from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches
+from runtime.flags import Flat, RunArgs, parse
+from runtime.networks import Network, action_logprobs, trainable
+from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
+from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
+from runtime.run import Run, ends_cleanly
+from runtime.statistics import mean_gap
 
-import numpy as np
 import torch
-import tyro
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.checkpoint import checkpoint
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from envs import processes
-from envs.bookkeeping import announce, check, describe, record, report, spent
-from envs.checkpoints import attempt, begin, load_checkpoint, open_run, save_checkpoint, survive, take_step
-from envs.engines import HfEngine, VllmEngine, plain, policy_weights
-
-# === end block ===
-from envs.webshop import WebShop
 
 
 @dataclass
 class Args:
-    # === block: webshop args ===
-    model: str = "models/tiny-webshop"  # the first policy: a directory in Hugging Face format, or a name on the hub
-    webshop_data: str = ""  # directory of the original's three files, or "hub" to fetch them; empty: our own shop
-    num_products: int = 0  # keep the first so many products of the file; 0: all
-    goals: Literal["human", "synthetic"] = "human"  # people's instructions, or the original's generated ones
-    outcome: Literal["success", "score"] = "success"  # r_o: 1 if all is right, else 0; or the original's reward, 0..1
-    max_steps: int = 10  # longest episode [steps]; an invalid answer costs one too
-    max_action_tokens: int = 32  # longest answer [tokens]; the tiny model needs 26, one that reasons in words 512
-    max_context_tokens: int = 3072  # longest sequence [tokens]; an episode that would outgrow it ends as truncated
-    # === end block ===
-    # === block: args ===
-    engine: Literal["auto", "vllm", "hf"] = "auto"  # what samples: vllm, or hf (transformers); auto: vllm if installed
-    seed: int = 1  # of tasks, sampling and initialisation; with --engine hf on a CPU a run repeats itself exactly
-    iterations: int = 80  # rounds of rollout and update
-    tasks_per_iteration: int = 16  # each played by one group (the paper: 32 on Sokoban, 16 on WebShop)
-    group_size: int = 8  # trajectories of one task (G in the paper)
-    history: int = 0  # turns of the past that a step sees; 0: all, as the formula o_1:t has it (the published runs: 2)
-    temperature: float = 1.0  # of sampling in training, and of every log-probability
-    top_p: float = 1.0  # stays 1: the gradient is that of the full softmax, so sampling must be too
-    clip: float = 0.2  # half width of the ratio's interval (eps)
-    minibatches: int = 2  # optimiser steps of the policy in an iteration, each on its share of the trajectories
-    lr_halving: float = 40.0  # iterations until the policy's learning rate has halved: lr / (1 + t / this); inf: never
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm, policy and PRM alike
-    invalid_penalty: float = 0.1  # taken off the outcome that a step with an invalid answer sees
-    engine_correction: float = 0.0  # cap of truncated importance sampling, pi_old(trainer) / pi_old(engine); 0: off
-    policy_lora_rank: int = 0  # train a LoRA adapter of this rank instead of all parameters; 0: all parameters
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of engine, matrix products, frozen weights; the rest: float32
-    micro_batch_tokens: int = 8192  # most tokens in one forward and backward pass: bounds the memory, changes no result
-    engine_memory: int = 2  # of the engine's KV cache on a CPU [GiB]; on a GPU it takes 40 % (vllm sleeps between)
-    eval_every: int = 10  # iterations from one evaluation to the next; the last iteration is always evaluated
-    eval_only: bool = False  # evaluate --model on the panel and stop
-    eval_tasks: int = 128  # size of the evaluation panel: always the first tasks of the environment's fixed list
-    eval_samples: int = 2  # episodes per evaluation task
-    eval_temperature: float = 0.4  # of sampling in evaluation (the paper: 0.4); 0: greedy
-    runs_dir: str = "runs"  # where runs are kept
-    run_name: str = ""  # directory of this run below --runs-dir; empty: script, seed and time
-    resume: str = ""  # a run (runs/NAME) to go on with, or auto: the one that this command began; give its flags again
-    override: tuple[str, ...] = ()  # flags that may differ from those of the run to be resumed: learning-rate seed
-    save_every: int = 1  # iterations from one checkpoint to the next
-    keep: int = 2  # checkpoints that are kept, the last ones; that of the best evaluation is kept too
-    processes: int = 1  # how many the launcher starts (README, "More than one GPU"); another number is refused
-    trust_remote_code: bool = False  # run the program that comes with --model; off: such a model is refused
-    track: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
-    # === end block ===
-    learning_rate: float = 5e-4  # of the policy (AdamW); measured for the tiny model, the paper has 5e-7 for 7B
-    ratio: Literal["step", "step-mean", "token"] = "token"  # of a step's tokens (paper), their mean (GSPO), each (PPO)
+    world: Flat[WebShopArgs] = field(default_factory=WebShopArgs)
+    run_args: Flat[RunArgs] = field(default_factory=RunArgs)
+
+    model: str = "models/tiny-webshop"  # The first policy: a directory, or a name on the hub.
+    max_steps: int = 10  # An episode ends after so many steps; an invalid answer is one too.
+    max_action_tokens: int = 32  # An answer is cut after so many tokens; reasoning needs 512.
+    max_context_tokens: int = 3072  # An episode that would outgrow so many tokens is truncated.
+    history: int = 0  # A step sees so many past turns; 0: all, the paper's o_1:t (its runs: 2).
+    seed: int = 1  # Tasks, sampling and initialisation are drawn from this seed.
+    iterations: int = 80  # Training has so many rounds of rollout and update.
+    tasks_per_iteration: int = 16  # An iteration plays so many tasks (paper: 16, Sokoban 32).
+    group_size: int = 8  # So many trajectories of one task are compared, a group (paper: G = 8).
+    temperature: float = 1.0  # Training samples at this; every log-probability uses it too.
+    learning_rate: float = 5e-4
+    """The policy's rate (AdamW) was measured for the tiny model; the paper has 5e-7 for 7B."""
+    lr_halving: float = 40.0  # The rate is lr / (1 + t / this), t in iterations; inf: constant.
+    minibatches: int = 2  # An iteration has so many optimiser steps, on a share each.
+    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
+    clip: float = 0.2  # The ratio is clipped to 1 - this .. 1 + this (paper: eps = 0.2).
+    ratio: Literal["step", "step-mean", "token"] = "token"
+    """A ratio is of all tokens of a step (iStar), their geometric mean (GSPO), or each (PPO)."""
+    invalid_penalty: float = 0.1  # A step with an invalid answer sees an outcome lower by this.
+    engine_correction: float = 0.0
+    """Advantages get the weight pi_old(trainer) / pi_old(engine), at most this; 0 turns it off."""
+    policy_lora_rank: int = 0  # The policy trains an adapter of this rank; 0: all parameters.
 
 
 # === block: data ===
@@ -99,349 +71,216 @@ class Step:
     observation: str  # the environment's words before the action
     action: str  # the whole response
     valid: bool
-    reward: float  # the environment's own step reward
-    progress: float  # the ground truth where the world knows it: by how much the distance to the goal shrank
-    anchor: Hashable  # the state after the action
-    engine_logprobs: list[float]  # one per sampled token, as the engine saw them
+    game_reward: float = 0.0  # the environment's own reward of this step; no algorithm sees it
+    progress: float = 0.0  # by how much the goal came nearer, where the world knows it
+    anchor: Hashable = None  # the state after the action, where the world names it
+    engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 
 @dataclass
 class Trajectory:
-    """An episode as tokens: the ids that the engine saw and sampled, never decoded and tokenised again."""
+    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again."""
 
     task: int  # trajectories of one task form a group
-    token_ids: list[int]  # [T] prompt, action, observation, action, ...
-    step_ids: list[int]  # [T] the step whose action a token belongs to; -1 where it is the environment's word
-    outcome: float  # r_o
-    steps: list[Step]
-    starts: list[int] = field(default_factory=lambda: [0])  # where sequences start in token_ids; --history: one a step
+    token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...
+    step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
+    outcome: float = 0.0  # r_o
+    steps: list[Step] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])  # of sequences; --history: one a step
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
 
 
 class Batch(NamedTuple):
-    """Trajectories as flat tensors: N trajectories, S steps, K action tokens, and the sequences that carry them."""
+    """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
 
-    sequences: list  # of (ids [T], step of each token [T] or -1, places of its action tokens among the K)
-    group: torch.Tensor  # [N]
+    sequences: list  # what the forward passes read
     outcomes: torch.Tensor  # [N]
-    step_traj: torch.Tensor  # [S]
-    token_step: torch.Tensor  # [K]
+    group: torch.Tensor  # [N] the group of a trajectory
+    step_traj: torch.Tensor  # [S] the trajectory of a step
+    token_step: torch.Tensor  # [K] the step of an action token
+    invalid: torch.Tensor  # [S] the answer had no valid action
+    engine_logprobs: torch.Tensor  # [K]
+    progress: torch.Tensor  # [S] a ground truth that no algorithm sees
 
 
 def flatten(trajectories: list[Trajectory]) -> Batch:
-    """Number groups, trajectories, steps and action tokens through the batch; what belongs together are neighbours."""
-    groups = {task: number for number, task in enumerate(dict.fromkeys(t.task for t in trajectories))}
-    sequences, step_traj, token_step = [], [], []
-    for number, t in enumerate(trajectories):
-        for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
-            steps = [step + len(step_traj) if step >= 0 else -1 for step in t.step_ids[start:end]]
-            actions = [step for step in steps if step >= 0]
-            places = torch.arange(len(token_step), len(token_step) + len(actions))
-            sequences.append((torch.tensor(t.token_ids[start:end]), torch.tensor(steps), places))
-            token_step += actions
-        step_traj += [number] * len(t.steps)
-    group, outcomes = [groups[t.task] for t in trajectories], [float(t.outcome) for t in trajectories]
-    return Batch(sequences, *map(torch.tensor, (group, outcomes, step_traj, token_step)))
+    """Number groups, trajectories, steps and action tokens through the batch, in their order."""
+    return Batch(**flat_tensors(trajectories))
 
 
-def micro_batches(batch: Batch, budget: int, members: list[int] | None = None) -> list:
-    """[(sequences, places of their action tokens among the K)]: sequences of similar length, none a fifth shorter than
-    the longest, at most `budget` tokens with their padding (or one sequence). members: which; None: all."""
-    members, groups = range(len(batch.sequences)) if members is None else members, []
-    for i in sorted(members, key=lambda i: -len(batch.sequences[i][0])):
-        longest = len(groups[-1][0][0]) if groups else 0
-        if not groups or longest * (len(groups[-1]) + 1) > budget or len(batch.sequences[i][0]) < 0.8 * longest:
-            groups.append([])
-        groups[-1].append(batch.sequences[i])
-    return [(group, torch.cat([places for _, _, places in group])) for group in groups]
-
-
-def action_logprobs(model, sequences: list, args) -> torch.Tensor:
-    """Log-probabilities [k] of the action tokens of sequences [(ids, steps, ...), ...] at the sampling temperature.
-    Padding is on the right, where causal attention never looks: no mask. The head runs only where an action token is
-    predicted, never on [T, vocabulary]; its softmax is float32. Of many such tokens it takes a gigabyte's worth at a
-    time, and its logits are computed again in the backward pass."""
-    causal, device, pad = plain(model), model.device, torch.nn.utils.rnn.pad_sequence
-
-    def head(hidden, targets):  # [c, H], [c] -> [c]
-        logits = causal.get_output_embeddings()(hidden / args.temperature).float()  # [c, vocabulary]
-        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-    def forward():  # -> [k]
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-            hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [B, T, H]
-            predicts = steps[:, 1:] >= 0  # [B, T-1] position t predicts token t+1
-            chunk = max(1, 2**28 // causal.config.vocab_size)
-            parts = [*zip(hidden[:, :-1][predicts].split(chunk), ids[:, 1:][predicts].split(chunk))]
-            again = len(parts) > 1
-            parts = [checkpoint(head, *part, use_reentrant=False) if again else head(*part) for part in parts]
-        return torch.cat(parts)
-
-    ids = pad([s[0] for s in sequences], batch_first=True).to(device)  # [B, T]
-    steps = pad([s[1] for s in sequences], batch_first=True, padding_value=-1).to(device)  # [B, T]
-    return processes.through(causal, forward)
-
-
-@torch.no_grad()
-def score_tokens(model, batch: Batch, args, label: str, members: list[int] | None = None) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU, a micro-batch at a time; 0 where a sequence is no member."""
-    logprobs, micro = torch.zeros(len(batch.token_step)), micro_batches(batch, args.micro_batch_tokens, members)
-    for sequences, places in tqdm(processes.share(micro, even=True), label, leave=False, disable=None):
-        logprobs[places] = action_logprobs(model, sequences, args).cpu()
-    return processes.total(logprobs)
-    # === end block ===
-
-
-# === block: rloo_advantages ===
-def rloo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """r - mean of the group's others, [N] from [N] and [N] (Ahmadian et al., arXiv 2402.14740). Alone: 0."""
-    same = (group[:, None] == group[None, :]).to(outcomes.dtype)  # [N, N]
-    others = same.sum(1) - 1
-    return torch.where(others > 0, outcomes - (same @ outcomes - outcomes) / others.clamp(min=1), 0.0)
+def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sums [S] over the action tokens of each step, of values [K]."""
+    sums = values.new_zeros(len(batch.step_traj))
+    return sums.index_add(0, batch.token_step, values)
     # === end block ===
 
 
 # === block: rollout ===
-class Chat:
-    """The token layout of a conversation, taken once from the tokenizer's chat template. Words of the environment are
-    encoded as plain text: a template token that stands in them does not become control."""
+def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
+    """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
+    players = []
+    for task in my_tasks(tasks):
+        with leaving_out(task):  # an episode that the world cannot begin
+            players.append(Player(env.reset(task), Trajectory(task), chat))
 
-    def __init__(self, tokenizer, stop_ids: list[int]):
-        marks = ["<mark one>", "<mark two>", "<mark three>"]
-        turns = [{"role": role, "content": mark} for role, mark in zip(["user", "assistant", "user"], marks)]
-        head, rest = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True).split(marks[0])
-        parts = head, *rest.split(marks[1])[1].split(marks[2])
-        self.head, self.between, self.answer = (tokenizer.encode(p, add_special_tokens=False) for p in parts)
-        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+    for playing, contexts in rounds(players, args, label):  # o_1:t of each, as tokens
+        answers = engine.generate(contexts, temperature)
+        for p, context, (action, logprobs) in zip(playing, contexts, answers):
+            text = chat.response(action)
+            try:
+                observation, reward, p.done, info = p.episode.step(text)
+            except Exception as error:  # the world failed: the episode ends on an invalid step
+                observation, reward, p.done, info = faulty_step(p, error)
 
-    def prompt(self, text: str) -> list[int]:
-        """From the start to where the agent answers."""
-        words = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return self.head + words + self.answer
+            p.extend(context, action, args.history)
+            p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
+            p.trajectory.outcome += reward
+            p.trajectory.success, p.trajectory.score = info["success"], info["score"]
+            p.hear(action, observation)
 
-    def observation(self, text: str, action: list[int]) -> list[int]:
-        """From the end of an action to where the agent answers again; its stop token is not fed twice."""
-        return self.between[action[-1] == self.between[0] :] + self.prompt(text)[len(self.head) :]
-
-    def response(self, action: list[int]) -> str:
-        """The text of an action, without its stop token."""
-        return self.tokenizer.decode(action[:-1] if action[-1] in self.stop_ids else action)
-
-
-def rollout(env, engine, chat: Chat, tasks: list[int], args, temperature: float, label: str) -> list[Trajectory]:
-    """One trajectory per episode of tasks, all played side by side: each round, one answer of all whose turn it is. An
-    environment of conversations (it has `start`) takes a round's answers together, and drops who got no outcome."""
-    together, (tasks, episodes) = hasattr(env, "start"), begin(env, processes.own(tasks))
-    prompts = dict(zip(tasks, (episode.prompt for episode in episodes)))
-    assert all(prompts[task] == e.prompt for task, e in zip(tasks, episodes)), "a group's first observations differ"
-    trajectories = [Trajectory(task, [], [], 0.0, [], []) for task in tasks]
-    turns = [[] for _ in episodes]  # tokens: the prompt, then action and observation of each turn
-    observations, said, active = {}, {}, list(range(len(episodes)))
-    progress = tqdm(total=len(episodes), desc=label, leave=False, disable=None, unit="episode")
-    while active:
-        ready = [i for i in active if getattr(episodes[i], "ready", True)]
-        for i in (i for i in ready if not turns[i]):  # only now: who speaks second has heard the opening
-            observations[i], turns[i] = episodes[i].prompt, [chat.prompt(episodes[i].prompt)]
-        contexts = {i: sum(turns[i][1:][-args.history :], turns[i][0]) for i in ready}  # [-0:] is the whole history
-        longest = args.max_context_tokens - args.max_action_tokens
-        answers = dict.fromkeys(episodes[i] for i in ready if len(contexts[i]) > longest)  # None: breaks off
-        for i in [i for i in ready if episodes[i] in answers]:
-            trajectories[i].truncated = True
-            if not trajectories[i].steps:
-                sys.exit(f"--max-context-tokens {args.max_context_tokens}: a prompt has {len(contexts[i])} tokens")
-            del contexts[i]
-        samples = engine.generate(list(contexts.values()), temperature) if contexts else []
-        for (i, context), (action, logprobs) in zip(contexts.items(), samples):
-            t, text = trajectories[i], chat.response(action)
-            if args.history or not t.steps:  # a new sequence; with the whole history an episode is one
-                t.starts.append(len(t.token_ids))
-            words = context[len(t.token_ids) - t.starts[-1] :]
-            t.token_ids += words + action
-            t.step_ids += [-1] * len(words) + [len(t.steps)] * len(action)
-            assert t.token_ids[t.starts[-1] :] == context + action, "not the ids that the engine saw and sampled"
-            answers[episodes[i]], said[i] = text, (text, action, logprobs)
-        alone = {episodes[i]: tasks[i] for i in contexts} if not together else {}
-        results = env.step(answers) if together else {e: attempt(e, task, answers[e]) for e, task in alone.items()}
-        for i in [i for i in active if episodes[i] in results]:
-            (observation, reward, _, info), (text, action, logprobs), t = results[episodes[i]], said[i], trajectories[i]
-            known = info["valid"], info["step_reward"], info["progress"], info["anchor"]
-            t.steps.append(Step(observations[i], text, *known, logprobs))
-            t.outcome, t.success, t.score = t.outcome + reward, info["success"], info["score"]
-            turns[i].append(action + chat.observation(observation, action))
-            observations[i] = observation
-        active = [i for i in active if not episodes[i].done and not trajectories[i].truncated]
-        progress.update(len(episodes) - len(active) - progress.n)
-        progress.set_postfix(success=f"{sum(t.success for t in trajectories) / max(1, progress.n):.2f}")
-    progress.close()
-    for t, e, kept in zip(trajectories, episodes, env.finish(episodes)) if together else ():
-        t.outcome, t.success, t.score = (e.outcome, e.success, e.score) if kept else (None, False, 0.0)
-    return processes.gather([t for t in trajectories if t.outcome is not None])
+    return gather([p.trajectory for p in players])
     # === end block ===
 
 
-# === block: core ===
-def ratio_units(token_logprobs: torch.Tensor, token_step: torch.Tensor, num_steps: int, ratio: str) -> torch.Tensor:
-    """What a ratio compares: the tokens [K] (token), their sum over a step [S] (step) or their mean [S] (step-mean)."""
+# === block: policy ===
+def per_ratio(values: torch.Tensor, step: torch.Tensor, ratio: str) -> torch.Tensor:
+    """What the ratios compare, of values [k] of tokens: the tokens themselves, or their sum [s] or
+    mean [s] over each step. step [k] is the step of a token, 0 to s-1."""
     if ratio == "token":
-        return token_logprobs
-    sums = token_logprobs.new_zeros(num_steps).index_add(0, token_step, token_logprobs)
-    return sums if ratio == "step" else sums / torch.bincount(token_step, minlength=num_steps)
+        return values
+    counts = torch.bincount(step)
+    sums = values.new_zeros(len(counts)).index_add(0, step, values)
+    return sums if ratio == "step" else sums / counts
 
 
-def policy_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, clip: float):
-    """-mean min(rho * A, clip(rho, 1-clip, 1+clip) * A), rho = exp(logprobs - old_logprobs): (scalar, stats), from [S]
-    each, or [K] each with --ratio token. approx_kl is mean (rho - 1) - log rho."""
+def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
+    and its statistics, from [S] each; or from [K] each where every token has a ratio."""
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    stats = {"clip_fraction": (ratio != clipped).float(), "approx_kl": ratio - 1 - logratio, "ratio": ratio}
-    return loss, {key: value.detach().mean().item() for key, value in stats.items()}
+
+    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - logratio).mean()}
+    stats["clip_fraction"] = (ratio != clipped).float().mean()
+    return loss, {name: value.item() for name, value in stats.items()}
 
 
-def policy_update(policy, optimizer, batch: Batch, old_logprobs, advantages, args) -> dict:
-    """`minibatches` optimiser steps, each on a random share of the trajectories; old_logprobs [K], advantages [S]. The
-    gradient is summed over micro-batches, weighted by their numbers of ratios: it equals that of one large batch. Old
-    log-probabilities that are nan are the update's own (for one optimiser step), and are written into old_logprobs."""
-    names, count, traj_of = ("loss", "clip_fraction", "approx_kl", "ratio"), 0, batch.step_traj[batch.token_step]  # [K]
-    totals, norms = {f"policy/{name}": 0.0 for name in names}, []
-    shares = processes.from_first(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
-    for share in tqdm(shares, "update", leave=False, disable=None):
-        tokens = torch.isin(traj_of, share)  # [K]
-        units = int(tokens.sum()) if args.ratio == "token" else len(batch.token_step[tokens].unique())
-        felt = tokens & (advantages[batch.token_step] != 0)  # sequences without any add nothing to the gradient
-        members = [i for i, (_, _, places) in enumerate(batch.sequences) if felt[places].any()]
-        optimizer.zero_grad()
-        before = totals["policy/loss"]
-        micro = micro_batches(batch, args.micro_batch_tokens, members)
-        for sequences, places in processes.share(micro, even=True):
-            step, local = batch.token_step[places].unique(return_inverse=True)  # [s] of the batch's S, [k] into them
-            new = action_logprobs(policy, sequences, args)
-            if not len(places):  # only to take part: FSDP gathers the weights for all processes at once
-                new.sum().backward()
-                continue
-            if old_logprobs[places].isnan().any():  # strictly on-policy: every ratio is 1
-                old_logprobs[places] = new.detach().cpu()
-            new = ratio_units(new, local.to(new.device), len(step), args.ratio)
-            old = ratio_units(old_logprobs[places], local, len(step), args.ratio).to(new.device)
-            unit_advantages = advantages[step[local] if args.ratio == "token" else step].to(new.device)
-            loss, stats = policy_loss(new, old, unit_advantages, args.clip)
-            (loss * len(new) / units).backward()
-            count += len(new)
-            for key, value in {"loss": loss.item(), **stats}.items():
-                totals[f"policy/{key}"] += value * len(new)
-        norms.append(take_step(optimizer, totals["policy/loss"] - before, args.max_grad_norm))
-    *sums, count = processes.total([*totals.values(), count])
-    means, taken = {key: total / max(count, 1) for key, total in zip(totals, sums)}, [n for n in norms if n == n]
-    skipped = len(norms) - len(taken)  # updates whose loss or gradient was not finite
-    return means | {"policy/grad_norm": sum(taken) / max(len(taken), 1), "policy/skipped": skipped}
+def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args) -> dict:
+    """--minibatches optimiser steps, each on a random share of the trajectories. advantages [S].
 
+    A gradient is summed over micro-batches, each weighted by its number of ratios, so it is that of
+    one large batch. old_logprobs [K]; None, with one optimiser step: pi_theta still is pi_old."""
+    seen = []  # (number of ratios, statistics) of each micro-batch
+    minibatches = broadcast(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
 
-def add_adapter(model, name: str, rank: int) -> PeftModel:
-    """The model with one more LoRA adapter on the same base weights; it starts as the identity."""
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    if isinstance(model, PeftModel):
-        model.add_adapter(name, config)
-    return model if isinstance(model, PeftModel) else get_peft_model(model, config, adapter_name=name)
+    for minibatch in tqdm(minibatches, "update", leave=False, disable=None):
+        ours = torch.isin(batch.step_traj, minibatch)  # [S]
+        teaches = ours & (advantages != 0)  # [S] sequences without any add nothing to the gradient
+        num_ratios = int(ours.sum())
+        if args.ratio == "token":
+            num_ratios = int(ours[batch.token_step].sum())
 
+        losses = []
+        policy.optimizer.zero_grad()
+        for micro in micro_batches(policy, batch, args, only=teaches):
+            logprobs = action_logprobs(policy, micro, args)  # [k]
+            old = logprobs.detach()
+            if old_logprobs is not None:
+                old = old_logprobs[micro.tokens].to(old.device)
 
-def activate(model, adapter: str):
-    """The model, computing with that adapter and training it alone; a model without adapters as it is."""
-    if isinstance(model, PeftModel):
-        model.set_adapter(adapter)
-    return model
+            steps, step = batch.token_step[micro.tokens].unique(return_inverse=True)  # [s], [k]
+            credited = steps[step] if args.ratio == "token" else steps  # a ratio's step
+            new = per_ratio(logprobs, step, args.ratio)
+            old = per_ratio(old, step, args.ratio)
+            loss, stats = policy_loss(new, old, advantages[credited].to(new.device), args.clip)
+            if old_logprobs is None:
+                stats["engine_gap"] = mean_gap(logprobs, batch.engine_logprobs[micro.tokens])
+
+            (loss * len(new) / num_ratios).backward()
+            losses.append(loss.item() * len(new) / num_ratios)
+            seen.append((len(new), stats))
+
+        sum_gradients(policy)
+        grad_norm = to_float(clip_grad_norm_(policy.parameters, args.max_grad_norm))
+        if policy.is_finite(sum(losses), grad_norm):  # else this step is skipped and counted
+            policy.optimizer.step()
+
+    policy.optimizer.zero_grad()  # frees the gradients' memory
+    return average(seen, "loss", "ratio", "approx_kl", "clip_fraction") | policy.steps_taken()
     # === end block ===
 
 
+def rloo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """r - mean of the group's others, [N] from [N] and [N] (Ahmadian et al., arXiv 2402.14740).
+    Alone in a group: 0."""
+    same = (group[:, None] == group[None, :]).to(outcomes.dtype)  # [N, N]
+    others = same.sum(1) - 1
+    mean_of_others = (same @ outcomes - outcomes) / others.clamp(min=1)
+    return torch.where(others > 0, outcomes - mean_of_others, 0.0)
+
+
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or weights that are not finite end in one line
 def main():
-    args = tyro.cli(Args, description=__doc__)
+    args = parse(Args, __doc__)
     env = WebShop.from_args(args)
-    # === block: setup ===
-    path, device, name = check(args, env), processes.start(args), Path(sys.argv[0]).stem
-    run, board = open_run(args, name, path, env)
-    torch.manual_seed(args.seed)
-    read = dict(use_safetensors=True, trust_remote_code=args.trust_remote_code)
-    frozen = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32  # weights that train are float32 always
-    dtype = frozen if args.policy_lora_rank else torch.float32
-    policy = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **read)
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-    ends = policy.generation_config.eos_token_id
-    stop_ids = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
-    chat = Chat(tokenizer, stop_ids)
-    kind = args.engine if args.engine != "auto" else "vllm" if find_spec("vllm") else "hf"
-    engine = (VllmEngine if kind == "vllm" else HfEngine)(path, stop_ids, args)
-    policy = add_adapter(policy, "policy", args.policy_lora_rank) if args.policy_lora_rank else policy
-    policy = processes.shard(policy).to(device)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, weight_decay=0.0)
-    networks = {"policy": (policy, optimizer)}
-    # === end block ===
-    # === block: start ===
-    announce(name, env, policy, kind, args, run)
-    saved, rows = load_checkpoint(run, networks)
-    exam = getattr(env, "exam", env)  # SOTOPIA may evaluate with another partner and judge
-    panel = [task for task in exam.eval_tasks[: args.eval_tasks] for _ in range(args.eval_samples)]
-    sit = (exam, engine, chat, panel, args, args.eval_temperature, "evaluation")
-    engine.load(activate(policy, "policy"))
-    torch.manual_seed(args.seed + processes.rank())
-    with survive(run, board) as last:
-        if not saved:
-            record(run, rows, {"iteration": 0, "time/elapsed": 0.0, **describe(rollout(*sit), "eval", exam)}, board)
-        for iteration in range(saved + 1, 0 if args.eval_only else args.iterations + 1):
-            random.seed(f"{args.seed} {iteration}")  # what an iteration draws depends on nothing before it
-            torch.manual_seed(args.seed + 1_000_003 * iteration + processes.rank())
-            np.random.seed((args.seed + 1_000_003 * iteration) % 2**32)
-            row, laps = {"iteration": iteration}, {"": time.perf_counter()}
+    run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
 
-            # ------------ 1. Rollout: a group of trajectories for each task, with the current policy ------------
-            tasks = [task for task in random.sample(env.train_tasks, args.tasks_per_iteration)] * args.group_size
-            trajectories = rollout(env, engine, chat, sorted(tasks), args, args.temperature, f"rollout {iteration}")
-            engine.sleep()
-            batch, steps = flatten(trajectories), [step for t in trajectories for step in t.steps]
-            last |= {"iteration": iteration, "trajectories": trajectories}
-            invalid = torch.tensor([not step.valid for step in steps])  # [S]
-            laps["rollout"] = time.perf_counter()
+    # ------------ Models ------------
+    model, engine, chat = run.load_policy()
+    optimizer = AdamW(trainable(model), args.learning_rate, weight_decay=0.0)
+    policy = Network("policy", model, optimizer, args.run_args.dtype)
 
-            # ------------ 2. Old log-probabilities: by the trainer's own forward pass ------------
-            engine_logprobs = torch.tensor([logprob for step in steps for logprob in step.engine_logprobs])  # [K]
-            old_logprobs = unknown = torch.full_like(engine_logprobs, torch.nan)  # [K]
-            if args.minibatches > 1 or args.engine_correction or "beta" in vars(args):  # beta: a PRM compares with them
-                old_logprobs = score_tokens(activate(policy, "policy"), batch, args, "log-probabilities")
-            laps["logprobs"] = time.perf_counter()
-            # === end block ===
+    run.resume(policy)
+    engine.load(policy.model)
 
-            # ------------ 3. Advantages: the outcome against those of the group's others ------------
-            advantages = rloo_advantages(batch.outcomes, batch.group)[batch.step_traj] - args.invalid_penalty * invalid
-            columns = {"advantage": advantages}  # [S]
+    def evaluate():
+        temperature = args.run_args.eval_temperature
+        return rollout(run.eval_env, engine, chat, run.eval_tasks, args, temperature, "evaluation")
 
-            # === block: update ===
-            # ------------ 5. Policy update: clipped surrogate; then the engine gets the new weights ------------
-            if args.engine_correction:
-                gap = old_logprobs - engine_logprobs  # [K]
-                weight = ratio_units(gap, batch.token_step, len(steps), "step").exp()  # [S]
-                advantages = advantages * weight.clamp(max=args.engine_correction)
-            last |= {"old_logprobs": old_logprobs, "advantages": advantages}
-            optimizer.param_groups[0]["lr"] = args.learning_rate / (1 + (iteration - 1) / args.lr_halving)
-            old_logprobs = old_logprobs if args.minibatches > 1 else unknown  # of one step: those of the update itself
-            row |= policy_update(activate(policy, "policy"), optimizer, batch, old_logprobs, advantages, args)
-            optimizer.zero_grad()  # frees their memory until the next update
-            laps["update"] = time.perf_counter()
-            engine.load(policy)
-            laps["sync"] = time.perf_counter()
+    if run.is_new:
+        run.log_episodes("eval", evaluate())
+        run.save()
 
-            gap = (old_logprobs - engine_logprobs).abs().nanmean()  # of the tokens that this process knows
-            row |= {"policy/engine_gap": gap.nan_to_num().item(), "engine/restarts": engine.restarts}
-            row |= {"tokens/rollout": len(engine_logprobs), "tokens/trained": sum(len(s[0]) for s in batch.sequences)}
-            row |= describe(trajectories, "train", env)
-            row |= spent(laps, rows)
-            if iteration % args.eval_every == 0 or iteration == args.iterations:
-                row |= describe(rollout(*sit), "eval", exam)
-            record(run, rows, row, board, trajectories, columns)
-            save_checkpoint(run, rows, networks, policy_weights(policy), tokenizer, args)
-    report(env, rows, args)
-    # === end block ===
+    for iteration in run.iterations():  # what an iteration draws depends on (seed, iteration) alone
+        # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
+        tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
+        tasks = sorted(tasks * args.group_size)
+        trajectories = rollout(env, engine, chat, tasks, args, args.temperature, "rollout")
+        batch = flatten(trajectories)  # N trajectories, S steps, K action tokens
+        engine.sleep()
+        run.lap("rollout")
+
+        # ------------ 2. log pi_old of every action token, by the trainer's forward ------------
+        old_logprobs = None  # one optimiser step needs none: there pi_theta still is pi_old
+        if args.minibatches > 1 or args.engine_correction:
+            old_logprobs = batch_logprobs(policy, batch, args)  # [K]
+            run.log("policy", {"engine_gap": mean_gap(old_logprobs, batch.engine_logprobs)})
+        run.lap("logprobs")
+
+        # ------------ 3. Advantages: the outcome against those of the group's others ------------
+        advantages = rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]  # [S]
+        advantages = advantages - args.invalid_penalty * batch.invalid
+
+        # ------------ 4. Policy: clipped surrogate; then the engine gets the new weights --------
+        halvings = 1 + (iteration - 1) / args.lr_halving
+        policy.optimizer.param_groups[0]["lr"] = args.learning_rate / halvings
+        if args.engine_correction:
+            engine_ratio = sum_per_step(old_logprobs - batch.engine_logprobs, batch).exp()  # [S]
+            advantages = advantages * engine_ratio.clamp(max=args.engine_correction)
+        run.log("policy", policy_update(policy, batch, old_logprobs, advantages, args))
+        run.lap("update")
+
+        engine.load(policy.model)
+        run.lap("sync")
+
+        # ------------ Log, evaluate, save ------------
+        run.log_episodes("train", trajectories)
+        if run.evaluates(iteration):
+            run.log_episodes("eval", evaluate())
+        run.save(trajectories, advantage=advantages)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Speed and memory of the WebShop environment, one core, no network.
 
-    python benchmarks/environments.py                          # on the recorded catalogue of the tests
-    python benchmarks/environments.py --webshop-data DIR       # on the published files
+    python benchmarks/environments.py                       # on the tests' recorded catalogue
+    python benchmarks/environments.py --webshop-data DIR    # on the published files
 
 Prints one line per figure: name, value, unit, and the bound it is held to.
 """
@@ -17,8 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from envs.webshop import SearchIndex, Session, WebShop, load_catalog, make_goals, tag_names
-from envs.webshop_catalog import contents
+from envs.webshop import (
+    SearchIndex,
+    Session,
+    WebShop,
+    contents,
+    load_catalog,
+    make_goals,
+    tag_names,
+)
 
 
 def report(name, value, unit, bound):
@@ -49,7 +56,10 @@ def session_speed(catalog, goals, number=20_000):
 
 
 def session_memory(catalog, goals, number):
-    """Bytes that `number` running sessions hold, each on a product page after a search; the first is not counted."""
+    """Bytes that `number` running sessions hold, each on a product page after a search.
+
+    One more, the first, is not counted.
+    """
     kept = []
     tracemalloc.start()
     for i in range(number + 1):
@@ -72,7 +82,8 @@ def index_speed(number):
     seed = 0
     while len(documents) < number:
         seed += 1
-        documents += [(f"{seed}-{p['asin']}", contents(p)) for p in load_catalog(None, seed=seed).products]
+        products = load_catalog(None, seed=seed).products
+        documents += [(f"{seed}-{p['asin']}", contents(p)) for p in products]
     documents = documents[:number]
     start = time.perf_counter()
     index = SearchIndex(documents)
@@ -87,11 +98,10 @@ def index_speed(number):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--webshop-data", default=str(ROOT / "tests/data/webshop/data"), help="directory of a catalogue"
-    )
+    data = str(ROOT / "tests/data/webshop/data")
+    parser.add_argument("--webshop-data", default=data, help="directory of a catalogue")
     parser.add_argument("--steps", type=int, default=20_000, help="session steps to time")
-    parser.add_argument("--documents", type=int, default=20_000, help="documents of the index to build")
+    parser.add_argument("--documents", type=int, default=20_000, help="documents to index")
     args = parser.parse_args()
 
     start = time.perf_counter()
@@ -107,7 +117,8 @@ def main():
     print(f"{args.webshop_data}: {len(catalog.products)} products, {len(goals)} goals")
     report("session steps", session_speed(catalog, goals, args.steps), "steps/s", "at least 5,000")
     report("a second episode", session_memory(catalog, goals, 1) / 1024, "KB", "under 50")
-    report("1,000 sessions on one catalogue", session_memory(catalog, goals, 1000) / 2**20, "MB", "")
+    memory = session_memory(catalog, goals, 1000) / 2**20
+    report("1,000 sessions on one catalogue", memory, "MB", "")
     built, search = index_speed(args.documents)
     report(f"index of {args.documents:,} documents, built", built, "s", "under 30")
     report("one search there", search * 1e3, "ms", "under 3")

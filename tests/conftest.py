@@ -1,4 +1,5 @@
-"""Shared by the tests: the scripts as modules, a small random model, random trajectories, runs as subprocesses."""
+"""Shared by the tests: the scripts as modules, a small random model, random trajectories, runs as
+subprocesses."""
 
 import functools
 import importlib.util
@@ -14,7 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
-os.environ.update(WANDB_MODE="offline", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    WANDB_MODE="offline",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # before anything imports torch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
@@ -29,9 +35,13 @@ VOCABULARY = 50
 
 
 def scripts_with(*names: str) -> list[str]:
-    """The scripts in the repository's root that define all these functions or classes, those of tomorrow included."""
+    """The scripts in the repository's root that define all these functions or classes, those of
+    tomorrow included."""
     texts = {path.stem: path.read_text() for path in blocks.scripts(ROOT)}
-    defines = {script: set(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE)) for script, text in texts.items()}
+    defines = {
+        script: set(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE))
+        for script, text in texts.items()
+    }
     return [script for script in texts if defines[script] >= set(names)]
 
 
@@ -42,21 +52,31 @@ PANEL = {"sokoban": 128, "webshop": 500, "sotopia": 128}  # evaluation tasks of 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Two processes, where pytest-xdist is installed and neither -n nor -s is given; -n 0: one."""
-    alone = "PYTEST_XDIST_WORKER" in os.environ or config.option.capture == "no" or config.option.collectonly
+    alone = (
+        "PYTEST_XDIST_WORKER" in os.environ
+        or config.option.capture == "no"
+        or config.option.collectonly
+    )
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not alone:
         config.option.numprocesses, config.option.dist = 2, "loadgroup"
 
 
 def pytest_collection_modifyitems(items):
-    """What shares a run stays in one process: the tests of a file, in test_scripts.py those of a script."""
+    """What shares a run stays in one process: the tests of a file, in test_scripts.py those of a
+    script."""
     for item in items:
         script = getattr(item, "callspec", None) and item.callspec.params.get("script")
-        group = f"{item.path.stem} {script}" if item.path.stem == "test_scripts" and script else item.path.stem
+        group = (
+            f"{item.path.stem} {script}"
+            if item.path.stem == "test_scripts" and script
+            else item.path.stem
+        )
         item.add_marker(pytest.mark.xdist_group(group))
 
 
 def environment(script: str) -> str:
-    return script.rsplit("_", 1)[1]
+    """The world of a script: istar_webshop_ablations is of webshop."""
+    return next(world for world in PANEL if f"_{world}" in script)
 
 
 def default_model(script: str) -> Path:
@@ -70,7 +90,9 @@ READY = [script for script in TRAINERS if default_model(script).is_dir()]
 
 def positions(script: str) -> int:
     """The longest sequence that the script's default model was made for."""
-    return json.loads((default_model(script) / "config.json").read_text())["max_position_embeddings"]
+    return json.loads((default_model(script) / "config.json").read_text())[
+        "max_position_embeddings"
+    ]
 
 
 @functools.cache
@@ -84,20 +106,36 @@ def load(script: str):
 
 
 def random_model(seed: int = 0, layers: int = 2):
-    """A Qwen3 as the tiny one is, smaller, with weights wide enough that its log-probabilities differ."""
+    """A Qwen3 as the tiny one is, smaller, with weights wide enough that its log-probabilities
+    differ."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, head_dim=16)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, num_key_value_heads=1, tie_word_embeddings=True, initializer_range=0.3, **shape
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
     )
     return Qwen3ForCausalLM(config).eval()
 
 
-def random_trajectories(module, seed: int = 0, groups: int = 3, size: int = 4, history: bool = False, longest: int = 5):
-    """Trajectories of unequal lengths with 0/1 outcomes; history: every step is a sequence of its own."""
+def network(model, optimizer=None, name: str = "policy", dtype: str = "float32"):
+    """The model as a Network; without an optimizer one that trains nothing."""
+    from runtime.networks import Network
+
+    return Network(name, model, optimizer or SimpleNamespace(param_groups=[{"params": []}]), dtype)
+
+
+def random_trajectories(module, seed=0, groups=3, size=4, history=False, longest=5):
+    """Trajectories of unequal lengths with 0/1 outcomes; history: every step is a sequence of its
+    own."""
     rng, trajectories = random.Random(seed), []
     for group in range(groups):
         for member in range(size):
@@ -108,20 +146,32 @@ def random_trajectories(module, seed: int = 0, groups: int = 3, size: int = 4, h
                 words, action = rng.randint(2, 9), rng.randint(1, 4)
                 ids += [rng.randrange(VOCABULARY) for _ in range(words + action)]
                 step_ids += [-1] * words + [step] * action
-                steps.append(module.Step("", "", True, 0.0, 0.0, None, [0.0] * action))
+                steps.append(module.Step("", "", True, engine_logprobs=[0.0] * action))
             outcome = float(member % 2) if group else float(member > 0)
-            trajectories.append(module.Trajectory(10 + group, ids, step_ids, outcome, steps, starts))
+            trajectories.append(
+                module.Trajectory(10 + group, ids, step_ids, outcome, steps, starts)
+            )
     return trajectories
 
 
+RUN_ARGS = {  # the flags of the run that the functions look at
+    "dtype": "float32",
+    "micro_batch_tokens": 8192,
+    "engine_memory": 1,
+    "trust_remote_code": False,
+    "processes": 1,
+    "eval_tasks": 4,
+    "engine": "hf",
+}
+
+
 def settings(**changes) -> SimpleNamespace:
-    """The arguments that the functions of the scripts look at."""
-    defaults = dict(temperature=1.0, dtype="float32", micro_batch_tokens=8192, max_grad_norm=1e9, minibatches=1)
-    defaults |= dict(clip=0.2, ratio="step", beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_drift_bound=1e9)
-    defaults |= dict(
-        max_action_tokens=8, max_context_tokens=1024, history=0, seed=1, engine_memory=1, trust_remote_code=False
-    )
-    return SimpleNamespace(**defaults | changes)
+    """The arguments that the functions of the scripts look at; those of the run are in run_args."""
+    run_args = {name: changes.pop(name, value) for name, value in RUN_ARGS.items()}
+    defaults = dict(temperature=1.0, max_grad_norm=1e9, minibatches=1, clip=0.2, ratio="step")
+    defaults |= dict(beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_drift_bound=1e9)
+    defaults |= dict(max_action_tokens=8, max_context_tokens=1024, history=0, seed=1)
+    return SimpleNamespace(run_args=SimpleNamespace(**run_args), **defaults | changes)
 
 
 def free_port() -> str:
@@ -134,6 +184,8 @@ def free_port() -> str:
 def run_script(script: str, *flags, cwd, check: bool = True) -> subprocess.CompletedProcess:
     """A script of the repository's root in a process of its own, as a user starts it."""
     command = [sys.executable, str(ROOT / f"{script}.py"), *map(str, flags)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ, timeout=1800)
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env=os.environ, timeout=1800
+    )
     assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done

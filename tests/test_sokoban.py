@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from envs.sokoban import (
     Episode,
     Room,
     Sokoban,
+    SokobanArgs,
     expert,
     parse_action,
     search_state,
@@ -42,14 +44,19 @@ def symmetries(grid):
 
 
 def test_same_rooms_in_another_process(env):
-    tasks = [0, 1, 5, 128, 700, 10_127]
+    tasks = [0, 1, 5, 128, 700, 10_127, 10_128]
     code = (
         "import random, numpy; random.seed(7); numpy.random.seed(7)\n"
         "from envs.sokoban import Sokoban; env = Sokoban()\n"
-        f"print('\\n'.join(env.reset(task).prompt for task in {tasks[::-1]}))"  # in another order, too
+        # in another order, too
+        f"print('\\n'.join(env.reset(task).prompt for task in {tasks[::-1]}))"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "\n".join(env.reset(task).prompt for task in tasks[::-1]), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "\n".join(env.reset(task).prompt for task in tasks[::-1]), (
+        done.stderr
+    )
 
 
 def test_rooms_neither_feel_nor_touch_the_global_random_state():
@@ -73,14 +80,18 @@ def test_panel_and_training_never_share_a_layout(env):
     walls, full = {}, set()
     for number, room in enumerate(rooms):
         for grid in symmetries(room.fixed):
-            assert walls.setdefault(grid.tobytes(), number) == number, "two rooms of the panel have one layout"
+            assert walls.setdefault(grid.tobytes(), number) == number, (
+                "two rooms of the panel have one layout"
+            )
         full |= {grid.tobytes() for grid in symmetries(room.state)}
     training = random.Random(0).sample(env.train_tasks, 600)
     for task in training:
         room = env.room(task)
         assert room.fixed.tobytes() not in walls and room.state.tobytes() not in full
     assert not set(env.eval_tasks) & set(env.train_tasks)
-    assert len({env.room(task).state.tobytes() for task in training}) > 300  # training is not a handful of rooms
+    assert (
+        len({env.room(task).state.tobytes() for task in training}) > 300
+    )  # training is not a handful of rooms
 
 
 def test_rooms_are_what_was_asked_for(env):
@@ -89,9 +100,37 @@ def test_rooms_are_what_was_asked_for(env):
         assert room.fixed.shape == (6, 6) and len(room.targets) == 1 == len(room.start[1])
         assert 1 <= room.distance(room.start) <= 15
         assert room.start[1] != room.targets
-    for task in (-1, 128 + 10_000):
+    for task in (-1, 128 + 10_000 + 128):
         with pytest.raises(IndexError):
             env.reset(task)
+
+
+def test_validation_rooms_have_layouts_of_their_own(env):
+    """Neither the panel nor training has them, by all eight symmetries written out."""
+    assert env.eval_tasks == range(128) and env.train_tasks == range(128, 10_128)
+    assert env.validation_tasks == range(10_128, 10_256)
+    walls, full = {}, set()
+    for task in env.validation_tasks:
+        room = env.room(task)
+        assert 1 <= room.distance(room.start) <= 15 and len(room.targets) == 1
+        for grid in symmetries(room.fixed):
+            assert walls.setdefault(grid.tobytes(), task) == task, "two rooms have one layout"
+        full |= {grid.tobytes() for grid in symmetries(room.state)}
+    for task in (*env.eval_tasks, *random.Random(2).sample(env.train_tasks, 600)):
+        room = env.room(task)
+        assert room.fixed.tobytes() not in walls and room.state.tobytes() not in full
+    episode = env.reset(env.validation_tasks[0])
+    assert [episode.step(text)[3] for text in expert(episode)][-1]["success"]
+
+
+def test_the_flags_make_the_environment():
+    args = SimpleNamespace(world=SokobanArgs(), max_steps=15)
+    assert Sokoban.from_args(args).name == "sokoban 6x6, 1 box, 15 steps"
+    args = SimpleNamespace(world=SokobanArgs(num_boxes=2, room_size=7), max_steps=20)
+    assert Sokoban.from_args(args).name == "sokoban 7x7, 2 boxes, 20 steps"
+    for wrong in (dict(num_boxes=0), dict(room_size=4)):
+        with pytest.raises(SystemExit, match="--room-size . --num-boxes .: "):
+            Sokoban.from_args(SimpleNamespace(world=SokobanArgs(**wrong), max_steps=15))
 
 
 def test_two_boxes():
@@ -148,12 +187,19 @@ def test_a_bad_answer_is_told_and_costs_a_step_and_moves_nothing(env, text):
     observation, reward, done, info = episode.step(text)
     assert time.perf_counter() - begin < 1.0
     assert observation == f"{INVALID}\n{before}" and episode.game.num_env_steps == 1
-    assert (reward, done, info["valid"], info["success"], info["progress"]) == (0.0, False, False, False, 0.0)
-    assert info["step_reward"] == pytest.approx(-0.1)
+    assert (reward, done, info["valid"], info["success"], info["progress"]) == (
+        0.0,
+        False,
+        False,
+        False,
+        0.0,
+    )
+    assert info["game_reward"] == pytest.approx(-0.1)
 
 
 GOOD = [
-    "<think>{}</think><action>{}</action>".format(thought, "left") for thought in ("", "a", "a\nb", "x" * 1_000_000)
+    "<think>{}</think><action>{}</action>".format(thought, "left")
+    for thought in ("", "a", "a\nb", "x" * 1_000_000)
 ]
 GOOD += [
     "\n <think>up or cup?</think>\n\n<action> left\n</action> \n",
@@ -183,7 +229,10 @@ def test_info_and_the_games_own_rules(env):
             player, boxes = search_state(episode.game.room_state)
             action = rng.choice([*ACTIONS])
             dr, dc = MOVES[action]
-            target, beyond = (player[0] + dr, player[1] + dc), (player[0] + 2 * dr, player[1] + 2 * dc)
+            target, beyond = (
+                (player[0] + dr, player[1] + dc),
+                (player[0] + 2 * dr, player[1] + 2 * dc),
+            )
             fixed = episode.room.fixed
             moved, pushed = fixed[target] != 0, target in boxes
             if pushed and (fixed[beyond] == 0 or beyond in boxes):
@@ -192,12 +241,19 @@ def test_info_and_the_games_own_rules(env):
             expected = target if moved else player
             after = boxes - {target} | {beyond} if pushed else boxes
             assert search_state(episode.game.room_state) == (expected, after)
-            assert set(info) == {"valid", "success", "score", "anchor", "step_reward", "progress"}
+            assert set(info) == {"valid", "success", "score", "anchor", "game_reward", "progress"}
             solved = after == episode.room.targets
-            assert info["valid"] and info["success"] == solved and reward == float(solved) and info["score"] == solved
+            assert (
+                info["valid"]
+                and info["success"] == solved
+                and reward == float(solved)
+                and info["score"] == solved
+            )
             assert observation.rsplit("\n", 1)[0] == info["anchor"]
             assert done == (solved or episode.game.num_env_steps == 15)
-            assert info["anchor"].count("P") + info["anchor"].count("S") == 1 + observation.split("\n")[-1].count("S")
+            assert info["anchor"].count("P") + info["anchor"].count("S") == 1 + observation.split(
+                "\n"
+            )[-1].count("S")
 
 
 def test_reset_gives_a_fresh_episode(env):
@@ -212,7 +268,8 @@ def test_reset_gives_a_fresh_episode(env):
 
 
 def brute_force(room, state):
-    """The least number of moves by trying all sequences of moves, breadth first, without the solver's tables."""
+    """The least number of moves by trying all sequences of moves, breadth first, without the
+    solver's tables."""
     level, seen, moves = {state}, {state}, 0
     while level:
         if any(boxes == room.targets for _, boxes in level):
@@ -236,8 +293,18 @@ def test_expert_solves_every_room_in_the_least_number_of_moves(env):
 
 
 def test_a_room_that_cannot_be_solved_any_more():
-    """A box pushed into a corner: the distance is 1 + the worst, and the expert goes on without an exception."""
-    fixed = np.array([[0] * 6, [0, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 0], [0, 1, 1, 2, 1, 0], [0, 1, 1, 1, 1, 0], [0] * 6])
+    """A box pushed into a corner: the distance is 1 + the worst, and the expert goes on without an
+    exception."""
+    fixed = np.array(
+        [
+            [0] * 6,
+            [0, 1, 1, 1, 1, 0],
+            [0, 1, 1, 1, 1, 0],
+            [0, 1, 1, 2, 1, 0],
+            [0, 1, 1, 1, 1, 0],
+            [0] * 6,
+        ]
+    )
     state = fixed.copy()
     state[2, 2], state[2, 3] = 4, 5
     room = Room(fixed, state, {})
@@ -245,7 +312,9 @@ def test_a_room_that_cannot_be_solved_any_more():
     assert room.move(room.start, "left") == dead and brute_force(room, dead) is None
     assert dead not in room.distances
     worst = max(room.distances.values())
-    assert room.distance(dead) == worst + 1 and room.distance(room.start) == brute_force(room, room.start)
+    assert room.distance(dead) == worst + 1 and room.distance(room.start) == brute_force(
+        room, room.start
+    )
     for wanted in list(room.distances)[::5]:
         assert room.distance(wanted) == brute_force(room, wanted)
     episode = Episode(room, 6)
@@ -264,7 +333,8 @@ def test_noise_of_the_expert(env):
 
 
 def test_five_thousand_demonstrations_in_two_minutes(env):
-    """500 of other tasks each, room drawn and solved, scaled by ten; CPU time, so that a busy machine does not fail."""
+    """500 of other tasks each, room drawn and solved, scaled by ten; CPU time, so that a busy
+    machine does not fail."""
     train_room.cache_clear()
     rng, begin = random.Random(0), time.process_time()
     for task in env.train_tasks[:500]:

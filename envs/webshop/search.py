@@ -1,8 +1,8 @@
-"""Search of WebShop (Yao et al. 2022, arXiv 2207.01206): an English analyser and BM25, in plain Python and numpy.
+"""Search of WebShop (Yao et al. 2022, arXiv 2207.01206): an English analyser and BM25.
 
-The original asks Lucene through a Java virtual machine. The rankings here are equal to Lucene's, ties included, which
-takes three things that ready-made BM25 packages leave out: Unicode word boundaries (UAX #29), the document length
-kept in one byte, and float32 scores.
+Plain Python and numpy. The original asks Lucene through a Java virtual machine. The rankings here
+are equal to Lucene's, ties included, which takes three things that ready-made BM25 packages leave
+out: Unicode word boundaries (UAX #29), the document length kept in one byte, and float32 scores.
 """
 
 import functools
@@ -27,12 +27,14 @@ STOP_WORDS = frozenset(
     "that the their then there these they this to was will with".split()
 )
 
-# One segment between two word boundaries; scripts without spaces (Thai, Lao, Khmer, ...) stay in one piece.
+# One segment between two word boundaries; scripts without spaces (Thai, Lao, Khmer, ...) stay in
+# one piece.
 _SEGMENT = regex.compile(r"(?wsV1)\p{LB=SA}[\p{LB=SA}\p{WB=Extend}\p{WB=Format}]*|.+?\b")
-# What makes a segment a word: a letter, a digit, an ideograph or an emoji. Bare #, * and single flags are none.
+# What makes a segment a word: a letter, a digit, an ideograph or an emoji. Bare #, * and single
+# flags are none.
 _WORD = regex.compile(
-    r"(?V1)[\p{WB=ALetter}\p{WB=Hebrew_Letter}\p{WB=Numeric}\p{WB=Katakana}\p{Han}\p{Hiragana}\p{LB=SA}"
-    r"\p{Extended_Pictographic}\p{Emoji_Modifier}]|\p{WB=Regional_Indicator}{2}|[#*]\uFE0F?\u20E3"
+    r"(?V1)[\p{WB=ALetter}\p{WB=Hebrew_Letter}\p{WB=Numeric}\p{WB=Katakana}\p{Han}\p{Hiragana}"
+    r"\p{LB=SA}\p{Extended_Pictographic}\p{Emoji_Modifier}]|\p{WB=Regional_Indicator}{2}|[#*]\uFE0F?\u20E3"
 )
 
 
@@ -42,7 +44,10 @@ def cache_directory() -> Path:
 
 
 def write_atomically(path, write):
-    """Let write(file) fill a temporary file beside `path`, then rename it; a full or read-only disk is no error."""
+    """Let write(file) fill a temporary file beside `path`, then rename it.
+
+    A full or read-only disk is no error.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -59,9 +64,18 @@ def write_atomically(path, write):
 
 @functools.cache
 def _stemmer():
-    from nltk.stem.porter import PorterStemmer  # imported late: it costs 0.3 s, and replays may not need it
+    # imported late: it costs 0.3 s, and replays may not need it
+    from nltk.stem.porter import PorterStemmer
 
     return PorterStemmer(PorterStemmer.MARTIN_EXTENSIONS)
+
+
+def _lower(character):
+    """One character for one: no final sigma, and lower cases of two characters do not grow."""
+    if character == "İ":
+        return "i"
+    lower = character.lower()
+    return lower if len(lower) == 1 else character
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -71,17 +85,20 @@ def _term(segment):
         return None
     if segment[-2:] in ("'s", "'S", "’s", "’S", "＇s", "＇S"):
         segment = segment[:-2]
-    if not segment.isascii():  # character by character: no final sigma, and lower cases of two characters do not grow
-        segment = "".join("i" if c == "İ" else c.lower() if len(c.lower()) == 1 else c for c in segment)
-    else:
+    if segment.isascii():
         segment = segment.lower()
+    else:
+        segment = "".join(map(_lower, segment))
     if segment in STOP_WORDS:
         return None
     return _stemmer().stem(segment, to_lowercase=False)
 
 
 def analyze(text: str) -> list[str]:
-    """Index terms of a text, in order: UAX #29 words, possessive 's off, lower case, no stop words, Porter stems."""
+    """Index terms of a text, in order.
+
+    They are UAX #29 words, possessive 's off, in lower case, no stop words, as Porter stems.
+    """
     terms = []
     for segment in _SEGMENT.findall(text):
         pieces = (segment,)
@@ -95,7 +112,10 @@ def analyze(text: str) -> list[str]:
 
 
 def _stored_length(length):
-    """Document length as one byte keeps it: exact below 40, above that 4 significant bits of (length - 24)."""
+    """Document length as one byte keeps it.
+
+    It is exact below 40; above that it has 4 significant bits of (length - 24).
+    """
     if length < 40:
         return length
     shift = (length - 24).bit_length() - 4
@@ -103,9 +123,10 @@ def _stored_length(length):
 
 
 class SearchIndex:
-    """BM25 index of (id, contents) pairs; `cache` names a directory that keeps the built index between processes.
+    """BM25 index of (id, contents) pairs.
 
-    A term's postings are doc[start:end], document numbers, and saturation[start:end], float32, 1 + f / norm(document).
+    `cache` names a directory that keeps the built index between processes. A term's postings are
+    doc[start:end], document numbers, and saturation[start:end], float32, 1 + f / norm(document).
     Documents are numbered in the order of their ids, so that ties fall to the smaller id.
     """
 
@@ -137,7 +158,8 @@ class SearchIndex:
         filled = int((lengths > 0).sum())  # documents without a term do not count
         average = np.float32(lengths.sum() / max(filled, 1))
         stored = np.array([_stored_length(int(n)) for n in lengths], np.float32)
-        with np.errstate(divide="ignore", invalid="ignore"):  # an index without a term has average 0 and no postings
+        # an index without a term has average 0 and no postings
+        with np.errstate(divide="ignore", invalid="ignore"):
             inverse = np.float32(1) / (K1 * ((np.float32(1) - B) + B * stored / average))
         doc = np.array(doc, np.int32)
         term = np.array(term, np.int32)
@@ -151,7 +173,14 @@ class SearchIndex:
 
     def _save(self, file):
         terms = np.frombuffer(json.dumps(list(self.numbers)).encode(), np.uint8)
-        np.savez(file, terms=terms, doc=self.doc, saturation=self.saturation, starts=self.starts, idf=self.idf)
+        np.savez(
+            file,
+            terms=terms,
+            doc=self.doc,
+            saturation=self.saturation,
+            starts=self.starts,
+            idf=self.idf,
+        )
 
     def _load(self, path):
         """Read the cached arrays; False where the file is absent or damaged."""
@@ -171,10 +200,15 @@ class SearchIndex:
         return [self.ids[i] for i in self.scores(query, k)[0]]
 
     def scores(self, query, k=50):
-        """(document numbers, float32 BM25 scores) of the k best documents; ties in the order of the ids."""
+        """(document numbers, float32 BM25 scores) of the k best documents.
+
+        Ties are in the order of the ids.
+        """
         counts = Counter(analyze(query))
         if len(counts) > MAX_QUERY_TERMS:
-            raise ValueError(f"a query of {len(counts)} distinct terms; at most {MAX_QUERY_TERMS} are allowed")
+            limit = f"at most {MAX_QUERY_TERMS} are allowed"
+            raise ValueError(f"a query of {len(counts)} distinct terms; {limit}")
+
         total = np.zeros(len(self.ids))
         for term, count in counts.items():
             number = self.numbers.get(term)
@@ -184,6 +218,7 @@ class SearchIndex:
             weight = self.idf[number] * np.float32(count)
             # this form in float32, then a sum in double: any other rounding breaks ties another way
             total[self.doc[postings]] += weight - weight / self.saturation[postings]
+
         total = total.astype(np.float32)
         found = np.flatnonzero(total > 0)
         if 0 < k < len(found):

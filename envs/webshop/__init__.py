@@ -1,0 +1,58 @@
+"""WebShop: the world (world.py), its catalogue and goals (catalogue.py), its search (search.py)."""
+
+from envs.webshop.catalogue import (
+    LARGE_FILES,
+    NO_LIMIT,
+    PRICE_LIMITS,
+    SMALL_FILES,
+    Catalog,
+    DataError,
+    contents,
+    fetch_hub,
+    generate_shop,
+    load_catalog,
+    make_goals,
+    make_validation_goals,
+)
+from envs.webshop.search import SearchIndex, analyze
+from envs.webshop.world import (
+    COLOURS,
+    RULES,
+    Episode,
+    Session,
+    WebShop,
+    WebShopArgs,
+    expert,
+    parse_action,
+    reward,
+    split_action,
+    tag_names,
+)
+
+__all__ = [
+    "COLOURS",
+    "LARGE_FILES",
+    "NO_LIMIT",
+    "PRICE_LIMITS",
+    "RULES",
+    "SMALL_FILES",
+    "Catalog",
+    "DataError",
+    "Episode",
+    "SearchIndex",
+    "Session",
+    "WebShop",
+    "WebShopArgs",
+    "analyze",
+    "contents",
+    "expert",
+    "fetch_hub",
+    "generate_shop",
+    "load_catalog",
+    "make_goals",
+    "make_validation_goals",
+    "parse_action",
+    "reward",
+    "split_action",
+    "tag_names",
+]

@@ -1,0 +1,498 @@
+"""Ablations of iStar on WebShop: other step rewards, another way to use them, a reward per token.
+
+istar_webshop.py is the algorithm, and `diff istar_webshop.py istar_webshop_ablations.py` shows what
+is taken out of it or put into it here:
+
+    --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
+    --merge-rewards              One advantage of r_o + alpha * r_phi, every step a sample of its
+                                 group, takes the place of A^E + alpha * A^S.
+    --granularity token          Each token has a reward, an advantage and (--ratio token) a ratio.
+
+Without these flags it is istar_webshop.py with its default flags: A^E is RLOO, steps are scored
+after the PRM's update, and there is no --engine-correction. The algorithm, with o_1:t: what the
+agent has seen; a_t: its action, all tokens of one answer; pi_old: the policy that played this
+iteration's episodes; pi_theta: the policy in training; pi_phi: the process reward model (PRM):
+
+    PRM, by DPO    min_phi -E log sigmoid( beta * [L(tau+) - L(tau-)] ),  r_o(tau+) > r_o(tau-),
+                   L(tau) = sum_t log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t)
+    step reward    r_phi(o_1:t, a_t) = beta * (log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t))
+    advantage      A(a_t) = A^E(tau) + alpha * A^S(a_t)
+                   A^E: RLOO, GRPO or REINFORCE++ on outcomes; A^S: r_phi standardised in its group
+    policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
+                   rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
+
+    python istar_webshop_ablations.py --step-reward ground-truth
+    python istar_webshop_ablations.py --merge-rewards --alpha 0.5
+    python istar_webshop_ablations.py --granularity token --ratio token
+"""
+
+import random
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from envs.webshop import WebShop, WebShopArgs
+from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches, pair_bundles
+from runtime.flags import Flat, RunArgs, parse, refuse
+from runtime.networks import Network, action_logprobs, trainable
+from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
+from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
+from runtime.run import Run, ends_cleanly
+from runtime.statistics import mean_gap, prm_statistics
+
+import torch
+from torch.nn.functional import logsigmoid
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    world: Flat[WebShopArgs] = field(default_factory=WebShopArgs)
+    run_args: Flat[RunArgs] = field(default_factory=RunArgs)
+
+    model: str = "models/tiny-webshop"  # The first policy: a directory, or a name on the hub.
+    max_steps: int = 10  # An episode ends after so many steps; an invalid answer is one too.
+    max_action_tokens: int = 32  # An answer is cut after so many tokens; reasoning needs 512.
+    max_context_tokens: int = 3072  # An episode that would outgrow so many tokens is truncated.
+    history: int = 0  # A step sees so many past turns; 0: all, the paper's o_1:t (its runs: 2).
+    seed: int = 1  # Tasks, sampling and initialisation are drawn from this seed.
+    iterations: int = 80  # Training has so many rounds of rollout and update.
+    tasks_per_iteration: int = 16  # An iteration plays so many tasks (paper: 16, Sokoban 32).
+    group_size: int = 8  # So many trajectories of one task are compared, a group (paper: G = 8).
+    temperature: float = 1.0  # Training samples at this; every log-probability uses it too.
+    learning_rate: float = 5e-4
+    """The policy's rate (AdamW) was measured for the tiny model; the paper has 5e-7 for 7B."""
+    lr_halving: float = 40.0  # The rate is lr / (1 + t / this), t in iterations; inf: constant.
+    minibatches: int = 2  # An iteration has so many optimiser steps, on a share each.
+    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
+    clip: float = 0.2  # The ratio is clipped to 1 - this .. 1 + this (paper: eps = 0.2).
+    ratio: Literal["step", "step-mean", "token"] = "step"
+    """A ratio is of all tokens of a step (iStar), their geometric mean (GSPO), or each (PPO)."""
+    invalid_penalty: float = 0.1  # A step with an invalid answer sees an outcome lower by this.
+    policy_lora_rank: int = 0  # The policy trains an adapter of this rank; 0: all parameters.
+
+    alpha: float = 0.1  # The step advantage A^S has this weight (alpha; paper: 1).
+    beta: float = 0.05
+    """The PRM's rewards and loss have this scale (beta; paper: 0.05); 0: the PRM is off."""
+    prm_learning_rate: float = 1e-3  # The rate of the PRM's adapter (paper: 1e-6 for 7B).
+    prm_weight_decay: float = 0.01  # AdamW's decay pulls the PRM back to the initial model.
+    prm_lora_rank: int = 16  # The PRM is an adapter of this rank on the initial model.
+    prm_steps: int = 1  # The PRM has so many optimiser steps an iteration, over all pairs each.
+    prm_reduce: Literal["sum", "mean"] = "sum"
+    """L(tau) is a sum over steps, as in the paper, or a mean, as in its code."""
+    prm_drift_bound: float = 0.3
+    """A step's |log pi_phi - log pi_old| [nats] beyond this costs its square: DPO drifts."""
+    pair_margin: float = 0.0  # The outcomes of a pair differ by more than this.
+    equal_length_pairs: bool = True
+    """Pairs compare their first min(T+, T-) steps: by length alone long failures would lose."""
+    mixed_groups_only: bool = True
+    """A^S is 0 in groups of equal outcomes, of which no pair has taught the PRM anything."""
+    step_std_floor: float = 0.1
+    """A group's step rewards are divided by at least this: an uninformed PRM stays quiet."""
+
+    step_reward: Literal["implicit", "ground-truth"] = "implicit"
+    """A step's reward is the PRM's, or the world's own, which no other algorithm sees."""
+    merge_rewards: bool = False
+    """The advantage is that of r_o + alpha * step reward, in place of A^E + alpha * A^S."""
+    granularity: Literal["step", "token"] = "step"
+    """Each step has a reward and an advantage, or each of its tokens; that needs --ratio token."""
+
+
+# === block: data ===
+@dataclass
+class Step:
+    observation: str  # the environment's words before the action
+    action: str  # the whole response
+    valid: bool
+    game_reward: float = 0.0  # the environment's own reward of this step; no algorithm sees it
+    progress: float = 0.0  # by how much the goal came nearer, where the world knows it
+    anchor: Hashable = None  # the state after the action, where the world names it
+    engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
+
+
+@dataclass
+class Trajectory:
+    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again."""
+
+    task: int  # trajectories of one task form a group
+    token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...
+    step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
+    outcome: float = 0.0  # r_o
+    steps: list[Step] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])  # of sequences; --history: one a step
+    success: bool = False
+    score: float = 0.0
+    truncated: bool = False  # ended by --max-context-tokens
+
+
+class Batch(NamedTuple):
+    """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
+
+    sequences: list  # what the forward passes read
+    outcomes: torch.Tensor  # [N]
+    group: torch.Tensor  # [N] the group of a trajectory
+    step_traj: torch.Tensor  # [S] the trajectory of a step
+    token_step: torch.Tensor  # [K] the step of an action token
+    invalid: torch.Tensor  # [S] the answer had no valid action
+    engine_logprobs: torch.Tensor  # [K]
+    progress: torch.Tensor  # [S] a ground truth that no algorithm sees
+
+
+def flatten(trajectories: list[Trajectory]) -> Batch:
+    """Number groups, trajectories, steps and action tokens through the batch, in their order."""
+    return Batch(**flat_tensors(trajectories))
+
+
+def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Sums [S] over the action tokens of each step, of values [K]."""
+    sums = values.new_zeros(len(batch.step_traj))
+    return sums.index_add(0, batch.token_step, values)
+    # === end block ===
+
+
+# === block: rollout ===
+def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
+    """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
+    players = []
+    for task in my_tasks(tasks):
+        with leaving_out(task):  # an episode that the world cannot begin
+            players.append(Player(env.reset(task), Trajectory(task), chat))
+
+    for playing, contexts in rounds(players, args, label):  # o_1:t of each, as tokens
+        answers = engine.generate(contexts, temperature)
+        for p, context, (action, logprobs) in zip(playing, contexts, answers):
+            text = chat.response(action)
+            try:
+                observation, reward, p.done, info = p.episode.step(text)
+            except Exception as error:  # the world failed: the episode ends on an invalid step
+                observation, reward, p.done, info = faulty_step(p, error)
+
+            p.extend(context, action, args.history)
+            p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
+            p.trajectory.outcome += reward
+            p.trajectory.success, p.trajectory.score = info["success"], info["score"]
+            p.hear(action, observation)
+
+    return gather([p.trajectory for p in players])
+    # === end block ===
+
+
+# === block: policy ===
+def per_ratio(values: torch.Tensor, step: torch.Tensor, ratio: str) -> torch.Tensor:
+    """What the ratios compare, of values [k] of tokens: the tokens themselves, or their sum [s] or
+    mean [s] over each step. step [k] is the step of a token, 0 to s-1."""
+    if ratio == "token":
+        return values
+    counts = torch.bincount(step)
+    sums = values.new_zeros(len(counts)).index_add(0, step, values)
+    return sums if ratio == "step" else sums / counts
+
+
+def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
+    and its statistics, from [S] each; or from [K] each where every token has a ratio."""
+    logratio = logprobs - old_logprobs
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+
+    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - logratio).mean()}
+    stats["clip_fraction"] = (ratio != clipped).float().mean()
+    return loss, {name: value.item() for name, value in stats.items()}
+
+
+def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args) -> dict:
+    """--minibatches optimiser steps, each on a random share of the trajectories. advantages [S].
+
+    A gradient is summed over micro-batches, each weighted by its number of ratios, so it is that of
+    one large batch. old_logprobs [K]; None, with one optimiser step: pi_theta still is pi_old."""
+    seen = []  # (number of ratios, statistics) of each micro-batch
+    minibatches = broadcast(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
+
+    for minibatch in tqdm(minibatches, "update", leave=False, disable=None):
+        ours = torch.isin(batch.step_traj, minibatch)  # [S]
+        teaches = ours & (advantages != 0)  # [S] sequences without any add nothing to the gradient
+        num_ratios = int(ours.sum())
+        if args.ratio == "token":
+            num_ratios = int(ours[batch.token_step].sum())
+
+        losses = []
+        policy.optimizer.zero_grad()
+        for micro in micro_batches(policy, batch, args, only=teaches):
+            logprobs = action_logprobs(policy, micro, args)  # [k]
+            old = logprobs.detach()
+            if old_logprobs is not None:
+                old = old_logprobs[micro.tokens].to(old.device)
+
+            steps, step = batch.token_step[micro.tokens].unique(return_inverse=True)  # [s], [k]
+            credited = steps[step] if args.ratio == "token" else steps  # a ratio's step
+            new = per_ratio(logprobs, step, args.ratio)
+            old = per_ratio(old, step, args.ratio)
+            loss, stats = policy_loss(new, old, advantages[credited].to(new.device), args.clip)
+            if old_logprobs is None:
+                stats["engine_gap"] = mean_gap(logprobs, batch.engine_logprobs[micro.tokens])
+
+            (loss * len(new) / num_ratios).backward()
+            losses.append(loss.item() * len(new) / num_ratios)
+            seen.append((len(new), stats))
+
+        sum_gradients(policy)
+        grad_norm = to_float(clip_grad_norm_(policy.parameters, args.max_grad_norm))
+        if policy.is_finite(sum(losses), grad_norm):  # else this step is skipped and counted
+            policy.optimizer.step()
+
+    policy.optimizer.zero_grad()  # frees the gradients' memory
+    return average(seen, "loss", "ratio", "approx_kl", "clip_fraction") | policy.steps_taken()
+    # === end block ===
+
+
+# === block: prm ===
+def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
+    """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
+    outcomes [N], group [N]."""
+    better = outcomes[:, None] - outcomes[None, :] > margin  # [N, N]
+    same_group = group[:, None] == group[None, :]
+    return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
+
+
+def pair_log_ratios(step_log_ratios, step_traj, pairs, equal_length: bool, reduce: str):
+    """L(tau) of both sides of each pair, winner, loser, winner, ... [2P], and the pairs that number
+    them: (0, 1), (2, 3), ... step_log_ratios [S] is log pi_phi - log pi_old, L its sum or mean.
+
+    With equal_length only the first min(T+, T-) steps count, so L depends on the pair."""
+    lengths = torch.bincount(step_traj)  # [N]
+    first = lengths.cumsum(0) - lengths  # [N] a trajectory's first step
+    sides = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)  # [P, 2]
+    counted = lengths[sides]  # [P, 2]
+    if equal_length:
+        counted = counted.amin(1, keepdim=True).expand(-1, 2)
+
+    running = step_log_ratios.double().cumsum(0)  # [S], float64: differences of long sums follow
+    running = torch.cat([running.new_zeros(1), running])  # [S+1]
+    log_ratios = running[first[sides] + counted] - running[first[sides]]  # [P, 2]
+    if reduce == "mean":
+        log_ratios = log_ratios / counted
+    return log_ratios.flatten(), [(2 * p, 2 * p + 1) for p in range(len(pairs))]
+
+
+def dpo_loss(log_ratios: torch.Tensor, pairs: list[tuple[int, int]], beta: float) -> torch.Tensor:
+    """Mean over pairs of -log sigmoid(beta * (L[winner] - L[loser])), L = log_ratios [N], or 0."""
+    if not pairs:
+        return log_ratios.sum() * 0
+    winners, losers = torch.tensor(pairs, device=log_ratios.device).T
+    margins = beta * (log_ratios[winners] - log_ratios[losers])
+    return -logsigmoid(margins).mean()
+
+
+def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
+    """One optimiser step of trajectory DPO over all pairs. Its numbers are of before the step.
+
+    No pair leaves its group, so groups go one bundle after another, as many as --micro-batch-tokens
+    hold, and their gradients add up to that of one large batch. old_logprobs [K]."""
+    losses, margins = [], []
+    prm.optimizer.zero_grad()
+    for bundle_pairs, passes in pair_bundles(batch, pairs, args):
+        # log pi_phi - log pi_old of each step; 0 for trajectories that are not in this bundle
+        log_ratios = torch.zeros(len(old_logprobs))  # [K]
+        for micro in passes:
+            logprobs = action_logprobs(prm, micro, args).cpu()  # [k], with a graph
+            difference = logprobs - old_logprobs[micro.tokens]
+            log_ratios = log_ratios.index_add(0, micro.tokens, difference)
+        log_ratios = sum_per_step(log_ratios, batch)  # [S]
+
+        # -log sigmoid(beta * [L(tau+) - L(tau-)]), and a penalty on steps that drift from pi_old
+        how = args.equal_length_pairs, args.prm_reduce
+        sides, side_pairs = pair_log_ratios(log_ratios, batch.step_traj, bundle_pairs, *how)
+        dpo = dpo_loss(sides, side_pairs, args.beta) * len(bundle_pairs) / len(pairs)
+        drift = (log_ratios.abs() - args.prm_drift_bound).relu().square().mean()
+        (dpo + drift).backward()
+
+        losses.append(dpo.item())
+        margins.append(args.beta * (sides[0::2] - sides[1::2]).detach())  # [P]
+
+    sum_gradients(prm)
+    grad_norm = to_float(clip_grad_norm_(prm.parameters, args.max_grad_norm))
+    if prm.is_finite(sum(losses), grad_norm):  # else this step is skipped and counted
+        prm.optimizer.step()
+
+    margins = torch.cat(gather(margins))  # of all processes
+    accuracy = (margins > 0).double().mean().item()
+    stats = {
+        "loss": sum(gather(losses)),
+        "pair_accuracy": accuracy,
+        "margin": margins.mean().item(),
+    }
+    return stats | prm.steps_taken()
+
+
+def in_mixed_group(batch: Batch) -> torch.Tensor:
+    """Whether a step's group has more than one outcome, [S]: others teach the PRM nothing."""
+    mixed = [len(batch.outcomes[batch.group == g].unique()) > 1 for g in batch.group.unique()]
+    return torch.tensor(mixed)[batch.group[batch.step_traj]]
+
+
+def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
+    """beta * (log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t)), [S] from [S] and [S]."""
+    return beta * (prm_logprobs - old_logprobs)
+
+
+def step_advantages(rewards, step_group, std_floor: float = 1e-6) -> torch.Tensor:
+    """A^S = (r - mean) / max(std, std_floor) over all steps of the group, [S] from [S] and [S]."""
+    return grpo_advantages(rewards, step_group, std_floor)
+    # === end block ===
+
+
+def rloo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """r - mean of the group's others, [N] from [N] and [N] (Ahmadian et al., arXiv 2402.14740).
+    Alone in a group: 0."""
+    same = (group[:, None] == group[None, :]).to(outcomes.dtype)  # [N, N]
+    others = same.sum(1) - 1
+    mean_of_others = (same @ outcomes - outcomes) / others.clamp(min=1)
+    return torch.where(others > 0, outcomes - mean_of_others, 0.0)
+
+
+def grpo_advantages(outcomes, group, std_floor: float = 0.0) -> torch.Tensor:
+    """(r - mean) / std within the group, [N] from [N] and [N]; unbiased std (Shao et al., arXiv
+    2402.03300). All equal or alone: 0."""
+    advantages = torch.zeros_like(outcomes)
+    for g in group.unique():
+        r = outcomes[group == g]
+        if r.max() > r.min():
+            advantages[group == g] = (r - r.mean()) / r.std().clamp(min=std_floor)
+    return advantages
+
+
+def episode_advantages(batch: Batch, invalid, penalty: float) -> torch.Tensor:
+    """A^E of every step by RLOO, [S]. A step with an invalid answer (invalid [S]) sees an outcome
+    lower by `penalty`."""
+    advantages = rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]  # [S]
+    return advantages - penalty * invalid
+
+
+def merged_advantages(batch: Batch, rewards, alpha: float, invalid, penalty: float):
+    """The advantage of r_o + alpha * step reward, every step a sample of its own in its group, [S];
+    rewards [S]."""
+    merged = batch._replace(
+        outcomes=batch.outcomes[batch.step_traj] + alpha * rewards,  # [S]
+        group=batch.group[batch.step_traj],  # [S]
+        step_traj=torch.arange(len(rewards)),
+    )
+    return episode_advantages(merged, invalid, penalty)
+
+
+def by_token(batch: Batch) -> Batch:
+    """The same batch with every action token as a step of its own, for advantages [K]."""
+    number = len(batch.token_step)
+    return batch._replace(
+        step_traj=batch.step_traj[batch.token_step], token_step=torch.arange(number)
+    )
+
+
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or weights that are not finite end in one line
+def main():
+    args = parse(Args, __doc__)
+    if args.granularity == "token" and args.ratio != "token":
+        refuse("ratio", args.ratio, "--granularity token has an advantage per token, so token")
+    if args.granularity == "token" and (args.step_reward == "ground-truth" or args.merge_rewards):
+        of_steps = "not with --step-reward ground-truth or --merge-rewards, which are of steps"
+        refuse("granularity", args.granularity, of_steps)
+    env = WebShop.from_args(args)
+    run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
+
+    # ------------ Models ------------
+    model, engine, chat = run.load_policy()
+    optimizer = AdamW(trainable(model), args.learning_rate, weight_decay=0.0)
+    policy = Network("policy", model, optimizer, args.run_args.dtype)
+
+    model = run.load_adapter("prm", args.prm_lora_rank)  # it starts equal to the policy: r_phi = 0
+    optimizer = AdamW(trainable(model), args.prm_learning_rate, weight_decay=args.prm_weight_decay)
+    prm = Network("prm", model, optimizer, args.run_args.dtype)
+
+    run.resume(policy, prm)
+    engine.load(policy.model)
+
+    def evaluate():
+        temperature = args.run_args.eval_temperature
+        return rollout(run.eval_env, engine, chat, run.eval_tasks, args, temperature, "evaluation")
+
+    if run.is_new:
+        run.log_episodes("eval", evaluate())
+        run.save()
+
+    for iteration in run.iterations():  # what an iteration draws depends on (seed, iteration) alone
+        # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
+        tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
+        tasks = sorted(tasks * args.group_size)
+        trajectories = rollout(env, engine, chat, tasks, args, args.temperature, "rollout")
+        batch = flatten(trajectories)  # N trajectories, S steps, K action tokens
+        engine.sleep()
+        run.lap("rollout")
+
+        # ------------ 2. log pi_old of every action token, by the trainer's forward ------------
+        old_logprobs = batch_logprobs(policy, batch, args)  # [K]
+        run.log("policy", {"engine_gap": mean_gap(old_logprobs, batch.engine_logprobs)})
+        run.lap("logprobs")
+
+        # ------------ 3. PRM: trajectory DPO within groups, then a reward for each step --------
+        scored = in_mixed_group(batch) | (not args.mixed_groups_only)  # [S] other steps: r_phi = 0
+        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        prm_logprobs = old_logprobs  # [K]
+        run.log("prm", dict.fromkeys(["loss", "pair_accuracy", "margin", "grad_norm"]))
+        if args.step_reward == "implicit":
+            for _ in range(args.prm_steps if pairs and args.beta else 0):
+                run.log("prm", prm_update(prm, batch, old_logprobs, pairs, args))
+            prm_logprobs = batch_logprobs(prm, batch, args, scored, "PRM")  # [K]
+            prm_logprobs = torch.where(scored[batch.token_step], prm_logprobs, old_logprobs)
+
+        credited, invalid = batch, batch.invalid  # U = S steps have a reward and an advantage
+        if args.granularity == "token":  # or U = K tokens
+            credited, invalid = by_token(batch), batch.invalid[batch.token_step]
+        log_phi = sum_per_step(prm_logprobs, credited)  # [U]
+        log_old = sum_per_step(old_logprobs, credited)  # [U]
+        rewards = step_rewards(log_phi, log_old, args.beta)  # [U]
+        if args.step_reward == "ground-truth":
+            game_rewards = [step.game_reward for t in trajectories for step in t.steps]
+            rewards = torch.tensor(game_rewards) * scored  # [S]
+        run.lap("prm")
+
+        # ------------ 4. Advantages: A = A^E + alpha * A^S ------------
+        step_group = credited.group[credited.step_traj]  # [U]
+        step_adv = step_advantages(rewards, step_group, args.step_std_floor)  # [U]
+        penalty = invalid, args.invalid_penalty
+        if args.merge_rewards:
+            advantages = merged_advantages(batch, rewards, args.alpha, *penalty)  # [S]
+        else:
+            episode_adv = episode_advantages(credited, *penalty)  # [U]
+            advantages = episode_adv + args.alpha * step_adv  # [U]
+
+        columns = {"step_advantage": step_adv, "advantage": advantages}  # for the log, [S] each
+        if args.granularity == "token":  # the log has a step's sums, and means of its advantages
+            log_phi = sum_per_step(log_phi, batch)
+            log_old = sum_per_step(log_old, batch)
+            rewards = sum_per_step(rewards, batch)
+            counts = torch.bincount(batch.token_step)  # [S]
+            columns = {name: sum_per_step(x, batch) / counts for name, x in columns.items()}
+
+        # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
+        halvings = 1 + (iteration - 1) / args.lr_halving
+        policy.optimizer.param_groups[0]["lr"] = args.learning_rate / halvings
+        run.log("policy", policy_update(policy, credited, old_logprobs, advantages, args))
+        run.lap("update")
+
+        engine.load(policy.model)
+        run.lap("sync")
+
+        # ------------ Log, evaluate, save ------------
+        credit = columns["step_advantage"]
+        run.log("prm", prm_statistics(batch, pairs, scored, rewards, credit, log_phi, log_old))
+        run.log_episodes("train", trajectories)
+        if run.evaluates(iteration):
+            run.log_episodes("eval", evaluate())
+        columns[f"{args.step_reward.replace('-', '_')}_reward"] = rewards
+        run.save(trajectories, **columns)
+
+
+if __name__ == "__main__":
+    main()

