@@ -52,45 +52,44 @@ class Args:
     world: Flat[WebShopArgs] = field(default_factory=WebShopArgs)
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
-    model: str = "models/tiny-webshop"  # The first policy: a directory, or a name on the hub.
-    max_steps: int = 10  # An episode ends after so many steps; an invalid answer is one too.
-    max_action_tokens: int = 32  # An answer is cut after so many tokens; reasoning needs 512.
-    max_context_tokens: int = 3072  # An episode that would outgrow so many tokens is truncated.
-    history: int = 0  # A step sees so many past turns; 0: all, the paper's o_1:t (its runs: 2).
-    seed: int = 1  # Tasks, sampling and initialisation are drawn from this seed.
-    iterations: int = 80  # Training has so many rounds of rollout and update.
-    tasks_per_iteration: int = 16  # An iteration plays so many tasks (paper: 16, Sokoban 32).
-    group_size: int = 8  # So many trajectories of one task are compared, a group (paper: G = 8).
-    temperature: float = 1.0  # Training samples at this; every log-probability uses it too.
+    model: str = "models/tiny-webshop"  # Initial policy: a directory, or a name on the hub.
+    max_steps: int = 10  # Longest episode [steps]; an invalid answer costs one too.
+    max_action_tokens: int = 32  # Longest answer [tokens]; one that reasons in words needs 512.
+    max_context_tokens: int = 3072  # Longest sequence [tokens]; what would outgrow it is truncated.
+    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    seed: int = 1  # Seed of tasks, sampling and initialisation.
+    iterations: int = 80  # Rounds of rollout and update.
+    tasks_per_iteration: int = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
+    group_size: int = 8  # Trajectories per task, which are compared (paper: G = 8).
+    temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4
-    """The policy's rate (AdamW) was measured for the tiny model; the paper has 5e-7 for 7B."""
-    lr_halving: float = 40.0  # The rate is lr / (1 + t / this), t in iterations; inf: constant.
-    minibatches: int = 2  # An iteration has so many optimiser steps, on a share each.
-    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
-    clip: float = 0.2  # The ratio is clipped to 1 - this .. 1 + this (paper: eps = 0.2).
+    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    lr_halving: float = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
+    minibatches: int = 2  # Optimiser steps per iteration, each on a random share of trajectories.
+    max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
+    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     ratio: Literal["step", "step-mean", "token"] = "step"
-    """A ratio is of all tokens of a step (iStar), their geometric mean (GSPO), or each (PPO)."""
-    invalid_penalty: float = 0.1  # A step with an invalid answer sees an outcome lower by this.
-    policy_lora_rank: int = 0  # The policy trains an adapter of this rank; 0: all parameters.
+    """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
+    invalid_penalty: float = 0.1  # Taken off the outcome that a step with an invalid answer sees.
+    policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
-    alpha: float = 0.1  # The step advantage A^S has this weight (alpha; paper: 1).
-    beta: float = 0.05
-    """The PRM's rewards and loss have this scale (beta; paper: 0.05); 0: the PRM is off."""
-    prm_learning_rate: float = 1e-3  # The rate of the PRM's adapter (paper: 1e-6 for 7B).
-    prm_weight_decay: float = 0.01  # AdamW's decay pulls the PRM back to the initial model.
-    prm_lora_rank: int = 16  # The PRM is an adapter of this rank on the initial model.
-    prm_steps: int = 1  # The PRM has so many optimiser steps an iteration, over all pairs each.
+    alpha: float = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
+    beta: float = 0.05  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
+    prm_learning_rate: float = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
+    prm_weight_decay: float = 0.01  # Weight decay of the PRM: it pulls back to the initial model.
+    prm_lora_rank: int = 16  # Rank of the PRM, a LoRA adapter on the initial model.
+    prm_steps: int = 1  # Optimiser steps of the PRM per iteration, each over all pairs.
     prm_reduce: Literal["sum", "mean"] = "sum"
-    """L(tau) is a sum over steps, as in the paper, or a mean, as in its code."""
+    """L(tau) is a sum over steps as in the paper, or a mean as in its code."""
     prm_drift_bound: float = 0.3
-    """A step's |log pi_phi - log pi_old| [nats] beyond this costs its square: DPO drifts."""
+    """Bound on a step's |log pi_phi - log pi_old| [nats]; the excess is penalised, squared."""
     pair_margin: float = 0.0  # The outcomes of a pair differ by more than this.
     equal_length_pairs: bool = True
-    """Pairs compare their first min(T+, T-) steps: by length alone long failures would lose."""
+    """Pairs compare their first min(T+, T-) steps; else length alone would rank them."""
     mixed_groups_only: bool = True
-    """A^S is 0 in groups of equal outcomes, of which no pair has taught the PRM anything."""
+    """Groups of equal outcomes get no A^S: no pair has taught the PRM anything about them."""
     step_std_floor: float = 0.1
-    """A group's step rewards are divided by at least this: an uninformed PRM stays quiet."""
+    """Floor under the std of a group's step rewards, so that an uninformed PRM stays quiet."""
 
     step_reward: Literal["implicit", "ground-truth"] = "implicit"
     """A step's reward is the PRM's, or the world's own, which no other algorithm sees."""
@@ -106,9 +105,9 @@ class Step:
     observation: str  # the environment's words before the action
     action: str  # the whole response
     valid: bool
-    game_reward: float = 0.0  # the environment's own reward of this step; no algorithm sees it
-    progress: float = 0.0  # by how much the goal came nearer, where the world knows it
-    anchor: Hashable = None  # the state after the action, where the world names it
+    game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
+    progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
+    anchor: Hashable = None  # the state after the action: GiGPO compares steps by it
     engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 
@@ -121,7 +120,9 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of sequences; --history: one a step
+    starts: list[int] = field(
+        default_factory=lambda: [0]
+    )  # where its sequences begin, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
@@ -130,7 +131,7 @@ class Trajectory:
 class Batch(NamedTuple):
     """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
 
-    sequences: list  # what the forward passes read
+    sequences: list  # what the forward passes read: runtime.batching.Sequence
     outcomes: torch.Tensor  # [N]
     group: torch.Tensor  # [N] the group of a trajectory
     step_traj: torch.Tensor  # [S] the trajectory of a step
@@ -156,11 +157,11 @@ def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
     """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
     players = []
-    for task in my_tasks(tasks):
-        with leaving_out(task):  # an episode that the world cannot begin
+    for task in my_tasks(tasks):  # the whole groups that this process plays
+        with leaving_out(task):  # where the world raises, this episode is left out
             players.append(Player(env.reset(task), Trajectory(task), chat))
 
-    for playing, contexts in rounds(players, args, label):  # o_1:t of each, as tokens
+    for playing, contexts in rounds(players, args, label):  # until nobody plays; o_1:t as tokens
         answers = engine.generate(contexts, temperature)
         for p, context, (action, logprobs) in zip(playing, contexts, answers):
             text = chat.response(action)
@@ -169,7 +170,7 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
             except Exception as error:  # the world failed: the episode ends on an invalid step
                 observation, reward, p.done, info = faulty_step(p, error)
 
-            p.extend(context, action, args.history)
+            p.append_tokens(context, action, args.history)
             p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
             p.trajectory.outcome += reward
             p.trajectory.success, p.trajectory.score = info["success"], info["score"]
@@ -181,12 +182,12 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
 
 # === block: policy ===
 def per_ratio(values: torch.Tensor, step: torch.Tensor, ratio: str) -> torch.Tensor:
-    """What the ratios compare, of values [k] of tokens: the tokens themselves, or their sum [s] or
-    mean [s] over each step. step [k] is the step of a token, 0 to s-1."""
+    """What the ratios compare, of the values [k] of a micro-batch's tokens: the tokens themselves,
+    or for each of its s steps their sum [s] or mean [s]. step [k] is the step of a token."""
     if ratio == "token":
         return values
-    counts = torch.bincount(step)
-    sums = values.new_zeros(len(counts)).index_add(0, step, values)
+    _, place, counts = step.to(values.device).unique(return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(counts)).index_add(0, place, values)
     return sums if ratio == "step" else sums / counts
 
 
@@ -207,13 +208,13 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
     """--minibatches optimiser steps, each on a random share of the trajectories. advantages [S].
 
     A gradient is summed over micro-batches, each weighted by its number of ratios, so it is that of
-    one large batch. old_logprobs [K]; None, with one optimiser step: pi_theta still is pi_old."""
+    one large batch. old_logprobs [K]; baselines give None before a single step: it is on-policy."""
     seen = []  # (number of ratios, statistics) of each micro-batch
     minibatches = broadcast(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
 
     for minibatch in tqdm(minibatches, "update", leave=False, disable=None):
         ours = torch.isin(batch.step_traj, minibatch)  # [S]
-        teaches = ours & (advantages != 0)  # [S] sequences without any add nothing to the gradient
+        teaches = ours & (advantages != 0)  # [S] a sequence with none of them has no gradient
         num_ratios = int(ours.sum())
         if args.ratio == "token":
             num_ratios = int(ours[batch.token_step].sum())
@@ -222,15 +223,15 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
         policy.optimizer.zero_grad()
         for micro in micro_batches(policy, batch, args, only=teaches):
             logprobs = action_logprobs(policy, micro, args)  # [k]
-            old = logprobs.detach()
+            before = logprobs.detach()
             if old_logprobs is not None:
-                old = old_logprobs[micro.tokens].to(old.device)
+                before = old_logprobs[micro.tokens].to(before.device)
 
-            steps, step = batch.token_step[micro.tokens].unique(return_inverse=True)  # [s], [k]
-            credited = steps[step] if args.ratio == "token" else steps  # a ratio's step
-            new = per_ratio(logprobs, step, args.ratio)
-            old = per_ratio(old, step, args.ratio)
-            loss, stats = policy_loss(new, old, advantages[credited].to(new.device), args.clip)
+            token_step = batch.token_step[micro.tokens]  # [k]
+            ratio_step = token_step if args.ratio == "token" else token_step.unique()  # in order
+            new = per_ratio(logprobs, token_step, args.ratio)
+            old = per_ratio(before, token_step, args.ratio)
+            loss, stats = policy_loss(new, old, advantages[ratio_step].to(new.device), args.clip)
             if old_logprobs is None:
                 stats["engine_gap"] = mean_gap(logprobs, batch.engine_logprobs[micro.tokens])
 
@@ -239,12 +240,15 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
             seen.append((len(new), stats))
 
         sum_gradients(policy)
-        grad_norm = to_float(clip_grad_norm_(policy.parameters, args.max_grad_norm))
-        if policy.is_finite(sum(losses), grad_norm):  # else this step is skipped and counted
+        grad_norm = to_float(clip_grad_norm_(policy.trained, args.max_grad_norm))
+        if policy.may_step(sum(losses), grad_norm):  # not if loss or gradient is not finite
             policy.optimizer.step()
 
     policy.optimizer.zero_grad()  # frees the gradients' memory
-    return average(seen, "loss", "ratio", "approx_kl", "clip_fraction") | policy.steps_taken()
+    names = ["loss", "ratio", "approx_kl", "clip_fraction"]
+    if old_logprobs is None:
+        names.append("engine_gap")
+    return average(seen, names) | policy.optimizer_stats()
     # === end block ===
 
 
@@ -258,10 +262,9 @@ def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, in
 
 
 def pair_log_ratios(step_log_ratios, step_traj, pairs, equal_length: bool, reduce: str):
-    """L(tau) of both sides of each pair, winner, loser, winner, ... [2P], and the pairs that number
-    them: (0, 1), (2, 3), ... step_log_ratios [S] is log pi_phi - log pi_old, L its sum or mean.
-
-    With equal_length only the first min(T+, T-) steps count, so L depends on the pair."""
+    """L(tau) of the winner and the loser of each pair, one after the other [2P], and the pairs as
+    dpo_loss indexes them: (0, 1), (2, 3), ... L is the sum, or mean, of step_log_ratios [S] over a
+    trajectory; with equal_length over the first min(T+, T-) steps, so it depends on the pair."""
     lengths = torch.bincount(step_traj)  # [N]
     first = lengths.cumsum(0) - lengths  # [N] a trajectory's first step
     sides = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)  # [P, 2]
@@ -278,7 +281,7 @@ def pair_log_ratios(step_log_ratios, step_traj, pairs, equal_length: bool, reduc
 
 
 def dpo_loss(log_ratios: torch.Tensor, pairs: list[tuple[int, int]], beta: float) -> torch.Tensor:
-    """Mean over pairs of -log sigmoid(beta * (L[winner] - L[loser])), L = log_ratios [N], or 0."""
+    """Mean over pairs of -logsigmoid(beta (L[winner] - L[loser])), L = log_ratios [N]; none: 0."""
     if not pairs:
         return log_ratios.sum() * 0
     winners, losers = torch.tensor(pairs, device=log_ratios.device).T
@@ -287,7 +290,7 @@ def dpo_loss(log_ratios: torch.Tensor, pairs: list[tuple[int, int]], beta: float
 
 
 def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
-    """One optimiser step of trajectory DPO over all pairs. Its numbers are of before the step.
+    """One optimiser step of trajectory DPO over all pairs; its statistics, from before the step.
 
     No pair leaves its group, so groups go one bundle after another, as many as --micro-batch-tokens
     hold, and their gradients add up to that of one large batch. old_logprobs [K]."""
@@ -295,16 +298,16 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
     prm.optimizer.zero_grad()
     for bundle_pairs, passes in pair_bundles(batch, pairs, args):
         # log pi_phi - log pi_old of each step; 0 for trajectories that are not in this bundle
-        log_ratios = torch.zeros(len(old_logprobs))  # [K]
+        token_ratios = torch.zeros(len(old_logprobs))  # [K]
         for micro in passes:
-            logprobs = action_logprobs(prm, micro, args).cpu()  # [k], with a graph
-            difference = logprobs - old_logprobs[micro.tokens]
-            log_ratios = log_ratios.index_add(0, micro.tokens, difference)
-        log_ratios = sum_per_step(log_ratios, batch)  # [S]
+            new = action_logprobs(prm, micro, args).cpu()  # [k], with a graph
+            token_ratios = token_ratios.index_add(0, micro.tokens, new - old_logprobs[micro.tokens])
+        log_ratios = sum_per_step(token_ratios, batch)  # [S]
 
         # -log sigmoid(beta * [L(tau+) - L(tau-)]), and a penalty on steps that drift from pi_old
-        how = args.equal_length_pairs, args.prm_reduce
-        sides, side_pairs = pair_log_ratios(log_ratios, batch.step_traj, bundle_pairs, *how)
+        sides, side_pairs = pair_log_ratios(
+            log_ratios, batch.step_traj, bundle_pairs, args.equal_length_pairs, args.prm_reduce
+        )
         dpo = dpo_loss(sides, side_pairs, args.beta) * len(bundle_pairs) / len(pairs)
         drift = (log_ratios.abs() - args.prm_drift_bound).relu().square().mean()
         (dpo + drift).backward()
@@ -313,18 +316,14 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
         margins.append(args.beta * (sides[0::2] - sides[1::2]).detach())  # [P]
 
     sum_gradients(prm)
-    grad_norm = to_float(clip_grad_norm_(prm.parameters, args.max_grad_norm))
-    if prm.is_finite(sum(losses), grad_norm):  # else this step is skipped and counted
+    grad_norm = to_float(clip_grad_norm_(prm.trained, args.max_grad_norm))
+    if prm.may_step(sum(losses), grad_norm):  # not if loss or gradient is not finite
         prm.optimizer.step()
 
-    margins = torch.cat(gather(margins))  # of all processes
-    accuracy = (margins > 0).double().mean().item()
-    stats = {
-        "loss": sum(gather(losses)),
-        "pair_accuracy": accuracy,
-        "margin": margins.mean().item(),
-    }
-    return stats | prm.steps_taken()
+    pair_margins = torch.cat(gather(margins))  # [P] of all processes
+    stats = {"loss": sum(gather(losses)), "margin": pair_margins.mean().item()}
+    stats["pair_accuracy"] = (pair_margins > 0).double().mean().item()
+    return stats | prm.optimizer_stats()
 
 
 def in_mixed_group(batch: Batch) -> torch.Tensor:
@@ -406,9 +405,9 @@ def main():
     optimizer = AdamW(trainable(model), args.learning_rate, weight_decay=0.0)
     policy = Network("policy", model, optimizer, args.run_args.dtype)
 
-    model = run.load_adapter("prm", args.prm_lora_rank)  # it starts equal to the policy: r_phi = 0
-    optimizer = AdamW(trainable(model), args.prm_learning_rate, weight_decay=args.prm_weight_decay)
-    prm = Network("prm", model, optimizer, args.run_args.dtype)
+    phi = run.load_adapter("prm", args.prm_lora_rank)  # it starts as the policy does: r_phi = 0
+    optimizer = AdamW(trainable(phi), args.prm_learning_rate, weight_decay=args.prm_weight_decay)
+    prm = Network("prm", phi, optimizer, args.run_args.dtype)
 
     run.resume(policy, prm)
     engine.load(policy.model)
@@ -436,10 +435,12 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. PRM: trajectory DPO within groups, then a reward for each step --------
-        scored = in_mixed_group(batch) | (not args.mixed_groups_only)  # [S] other steps: r_phi = 0
+        scored = in_mixed_group(batch)  # [S] the other steps get r_phi = 0
+        if not args.mixed_groups_only:
+            scored = torch.ones_like(scored)
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         prm_logprobs = old_logprobs  # [K]
-        run.log("prm", dict.fromkeys(["loss", "pair_accuracy", "margin", "grad_norm"]))
+        run.log("prm", dict.fromkeys(["loss", "pair_accuracy", "margin", "grad_norm"]))  # None yet
         if args.step_reward == "implicit":
             for _ in range(args.prm_steps if pairs and args.beta else 0):
                 run.log("prm", prm_update(prm, batch, old_logprobs, pairs, args))
@@ -467,17 +468,16 @@ def main():
             episode_adv = episode_advantages(credited, *penalty)  # [U]
             advantages = episode_adv + args.alpha * step_adv  # [U]
 
-        columns = {"step_advantage": step_adv, "advantage": advantages}  # for the log, [S] each
-        if args.granularity == "token":  # the log has a step's sums, and means of its advantages
-            log_phi = sum_per_step(log_phi, batch)
-            log_old = sum_per_step(log_old, batch)
-            rewards = sum_per_step(rewards, batch)
+        # The log has numbers of steps [S]: sums of its tokens' rewards, means of their advantages.
+        sums, means = (rewards, log_phi, log_old), (step_adv, advantages)
+        if args.granularity == "token":
+            sums = [sum_per_step(x, batch) for x in sums]
             counts = torch.bincount(batch.token_step)  # [S]
-            columns = {name: sum_per_step(x, batch) / counts for name, x in columns.items()}
+            means = [sum_per_step(x, batch) / counts for x in means]
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
-        halvings = 1 + (iteration - 1) / args.lr_halving
-        policy.optimizer.param_groups[0]["lr"] = args.learning_rate / halvings
+        decay = 1 + (iteration - 1) / args.lr_halving
+        policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         run.log("policy", policy_update(policy, credited, old_logprobs, advantages, args))
         run.lap("update")
 
@@ -485,13 +485,13 @@ def main():
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        credit = columns["step_advantage"]
-        run.log("prm", prm_statistics(batch, pairs, scored, rewards, credit, log_phi, log_old))
+        step_reward, *log_probs = sums
+        run.log("prm", prm_statistics(batch, pairs, scored, step_reward, means[0], *log_probs))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
-        columns[f"{args.step_reward.replace('-', '_')}_reward"] = rewards
-        run.save(trajectories, **columns)
+        columns = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
+        run.save(trajectories, **columns, step_advantage=means[0], advantage=means[1])
 
 
 if __name__ == "__main__":

@@ -45,28 +45,28 @@ class Args:
     world: Flat[SokobanArgs] = field(default_factory=SokobanArgs)
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
-    model: str = "models/tiny-sokoban"  # The first policy: a directory, or a name on the hub.
-    max_steps: int = 15  # An episode ends after so many steps; an invalid answer is one too.
-    max_action_tokens: int = 16  # An answer is cut after so many tokens; reasoning needs 256.
-    max_context_tokens: int = 1024  # An episode that would outgrow so many tokens is truncated.
-    history: int = 0  # A step sees so many past turns; 0: all, the paper's o_1:t (its runs: 2).
-    seed: int = 1  # Tasks, sampling and initialisation are drawn from this seed.
-    iterations: int = 80  # Training has so many rounds of rollout and update.
-    tasks_per_iteration: int = 16  # An iteration plays so many tasks (paper: 16, Sokoban 32).
-    group_size: int = 8  # So many trajectories of one task are compared, a group (paper: G = 8).
-    temperature: float = 1.0  # Training samples at this; every log-probability uses it too.
+    model: str = "models/tiny-sokoban"  # Initial policy: a directory, or a name on the hub.
+    max_steps: int = 15  # Longest episode [steps]; an invalid answer costs one too.
+    max_action_tokens: int = 16  # Longest answer [tokens]; one that reasons in words needs 256.
+    max_context_tokens: int = 1024  # Longest sequence [tokens]; what would outgrow it is truncated.
+    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    seed: int = 1  # Seed of tasks, sampling and initialisation.
+    iterations: int = 80  # Rounds of rollout and update.
+    tasks_per_iteration: int = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
+    group_size: int = 8  # Trajectories per task, which are compared (paper: G = 8).
+    temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4
-    """The policy's rate (AdamW) was measured for the tiny model; the paper has 5e-7 for 7B."""
-    lr_halving: float = 40.0  # The rate is lr / (1 + t / this), t in iterations; inf: constant.
-    minibatches: int = 2  # An iteration has so many optimiser steps, on a share each.
-    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
-    clip: float = 0.2  # The ratio is clipped to 1 - this .. 1 + this (paper: eps = 0.2).
+    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    lr_halving: float = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
+    minibatches: int = 2  # Optimiser steps per iteration, each on a random share of trajectories.
+    max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
+    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     ratio: Literal["step", "step-mean", "token"] = "token"
-    """A ratio is of all tokens of a step (iStar), their geometric mean (GSPO), or each (PPO)."""
-    invalid_penalty: float = 0.1  # A step with an invalid answer sees an outcome lower by this.
+    """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
+    invalid_penalty: float = 0.1  # Taken off the outcome that a step with an invalid answer sees.
     engine_correction: float = 0.0
-    """Advantages get the weight pi_old(trainer) / pi_old(engine), at most this; 0 turns it off."""
-    policy_lora_rank: int = 0  # The policy trains an adapter of this rank; 0: all parameters.
+    """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
+    policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
 
 # === block: data ===
@@ -75,9 +75,9 @@ class Step:
     observation: str  # the environment's words before the action
     action: str  # the whole response
     valid: bool
-    game_reward: float = 0.0  # the environment's own reward of this step; no algorithm sees it
-    progress: float = 0.0  # by how much the goal came nearer, where the world knows it
-    anchor: Hashable = None  # the state after the action, where the world names it
+    game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
+    progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
+    anchor: Hashable = None  # the state after the action: GiGPO compares steps by it
     engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 
@@ -90,7 +90,9 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of sequences; --history: one a step
+    starts: list[int] = field(
+        default_factory=lambda: [0]
+    )  # where its sequences begin, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
@@ -99,7 +101,7 @@ class Trajectory:
 class Batch(NamedTuple):
     """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
 
-    sequences: list  # what the forward passes read
+    sequences: list  # what the forward passes read: runtime.batching.Sequence
     outcomes: torch.Tensor  # [N]
     group: torch.Tensor  # [N] the group of a trajectory
     step_traj: torch.Tensor  # [S] the trajectory of a step
@@ -125,11 +127,11 @@ def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
     """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
     players = []
-    for task in my_tasks(tasks):
-        with leaving_out(task):  # an episode that the world cannot begin
+    for task in my_tasks(tasks):  # the whole groups that this process plays
+        with leaving_out(task):  # where the world raises, this episode is left out
             players.append(Player(env.reset(task), Trajectory(task), chat))
 
-    for playing, contexts in rounds(players, args, label):  # o_1:t of each, as tokens
+    for playing, contexts in rounds(players, args, label):  # until nobody plays; o_1:t as tokens
         answers = engine.generate(contexts, temperature)
         for p, context, (action, logprobs) in zip(playing, contexts, answers):
             text = chat.response(action)
@@ -138,7 +140,7 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
             except Exception as error:  # the world failed: the episode ends on an invalid step
                 observation, reward, p.done, info = faulty_step(p, error)
 
-            p.extend(context, action, args.history)
+            p.append_tokens(context, action, args.history)
             p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
             p.trajectory.outcome += reward
             p.trajectory.success, p.trajectory.score = info["success"], info["score"]
@@ -150,12 +152,12 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
 
 # === block: policy ===
 def per_ratio(values: torch.Tensor, step: torch.Tensor, ratio: str) -> torch.Tensor:
-    """What the ratios compare, of values [k] of tokens: the tokens themselves, or their sum [s] or
-    mean [s] over each step. step [k] is the step of a token, 0 to s-1."""
+    """What the ratios compare, of the values [k] of a micro-batch's tokens: the tokens themselves,
+    or for each of its s steps their sum [s] or mean [s]. step [k] is the step of a token."""
     if ratio == "token":
         return values
-    counts = torch.bincount(step)
-    sums = values.new_zeros(len(counts)).index_add(0, step, values)
+    _, place, counts = step.to(values.device).unique(return_inverse=True, return_counts=True)
+    sums = values.new_zeros(len(counts)).index_add(0, place, values)
     return sums if ratio == "step" else sums / counts
 
 
@@ -176,13 +178,13 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
     """--minibatches optimiser steps, each on a random share of the trajectories. advantages [S].
 
     A gradient is summed over micro-batches, each weighted by its number of ratios, so it is that of
-    one large batch. old_logprobs [K]; None, with one optimiser step: pi_theta still is pi_old."""
+    one large batch. old_logprobs [K]; baselines give None before a single step: it is on-policy."""
     seen = []  # (number of ratios, statistics) of each micro-batch
     minibatches = broadcast(torch.randperm(len(batch.outcomes))).chunk(args.minibatches)
 
     for minibatch in tqdm(minibatches, "update", leave=False, disable=None):
         ours = torch.isin(batch.step_traj, minibatch)  # [S]
-        teaches = ours & (advantages != 0)  # [S] sequences without any add nothing to the gradient
+        teaches = ours & (advantages != 0)  # [S] a sequence with none of them has no gradient
         num_ratios = int(ours.sum())
         if args.ratio == "token":
             num_ratios = int(ours[batch.token_step].sum())
@@ -191,15 +193,15 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
         policy.optimizer.zero_grad()
         for micro in micro_batches(policy, batch, args, only=teaches):
             logprobs = action_logprobs(policy, micro, args)  # [k]
-            old = logprobs.detach()
+            before = logprobs.detach()
             if old_logprobs is not None:
-                old = old_logprobs[micro.tokens].to(old.device)
+                before = old_logprobs[micro.tokens].to(before.device)
 
-            steps, step = batch.token_step[micro.tokens].unique(return_inverse=True)  # [s], [k]
-            credited = steps[step] if args.ratio == "token" else steps  # a ratio's step
-            new = per_ratio(logprobs, step, args.ratio)
-            old = per_ratio(old, step, args.ratio)
-            loss, stats = policy_loss(new, old, advantages[credited].to(new.device), args.clip)
+            token_step = batch.token_step[micro.tokens]  # [k]
+            ratio_step = token_step if args.ratio == "token" else token_step.unique()  # in order
+            new = per_ratio(logprobs, token_step, args.ratio)
+            old = per_ratio(before, token_step, args.ratio)
+            loss, stats = policy_loss(new, old, advantages[ratio_step].to(new.device), args.clip)
             if old_logprobs is None:
                 stats["engine_gap"] = mean_gap(logprobs, batch.engine_logprobs[micro.tokens])
 
@@ -208,12 +210,15 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
             seen.append((len(new), stats))
 
         sum_gradients(policy)
-        grad_norm = to_float(clip_grad_norm_(policy.parameters, args.max_grad_norm))
-        if policy.is_finite(sum(losses), grad_norm):  # else this step is skipped and counted
+        grad_norm = to_float(clip_grad_norm_(policy.trained, args.max_grad_norm))
+        if policy.may_step(sum(losses), grad_norm):  # not if loss or gradient is not finite
             policy.optimizer.step()
 
     policy.optimizer.zero_grad()  # frees the gradients' memory
-    return average(seen, "loss", "ratio", "approx_kl", "clip_fraction") | policy.steps_taken()
+    names = ["loss", "ratio", "approx_kl", "clip_fraction"]
+    if old_logprobs is None:
+        names.append("engine_gap")
+    return average(seen, names) | policy.optimizer_stats()
     # === end block ===
 
 
@@ -228,8 +233,8 @@ def reinforce_pp_advantages(outcomes, group, step_traj) -> torch.Tensor:
 
 
 def outcome_slope(outcomes, advantages, group) -> torch.Tensor:
-    """dA/dr of each group, [N]: A is linear in r while the group's statistics are held. It turns an
-    invalid answer's penalty into A's units. Outcomes all equal: 0."""
+    """dA/dr of each trajectory's group, [N], with the group's statistics held: 1 / std, which puts
+    an invalid answer's penalty on A's scale. Outcomes all equal: 0."""
     slope = torch.zeros_like(outcomes)
     for g in group.unique():
         r, a = outcomes[group == g], advantages[group == g]
@@ -277,14 +282,14 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. Advantages: the outcome against its group, on the batch's scale --------
-        advantages = reinforce_pp_advantages(batch.outcomes, batch.group, batch.step_traj)  # [N]
-        slope = outcome_slope(batch.outcomes, advantages, batch.group).max()  # one for the batch
-        advantages = advantages[batch.step_traj]  # [S]
-        advantages = advantages - advantages.mean() - args.invalid_penalty * slope * batch.invalid
+        scaled = reinforce_pp_advantages(batch.outcomes, batch.group, batch.step_traj)  # [N]
+        slope = outcome_slope(batch.outcomes, scaled, batch.group).max()  # one for the batch
+        of_steps = scaled[batch.step_traj]  # [S]
+        advantages = of_steps - of_steps.mean() - args.invalid_penalty * slope * batch.invalid
 
         # ------------ 4. Policy: clipped surrogate; then the engine gets the new weights --------
-        halvings = 1 + (iteration - 1) / args.lr_halving
-        policy.optimizer.param_groups[0]["lr"] = args.learning_rate / halvings
+        decay = 1 + (iteration - 1) / args.lr_halving
+        policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
             engine_ratio = sum_per_step(old_logprobs - batch.engine_logprobs, batch).exp()  # [S]
             advantages = advantages * engine_ratio.clamp(max=args.engine_correction)

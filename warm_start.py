@@ -26,14 +26,13 @@ from typing import Literal, NamedTuple
 from runtime.batching import flat_tensors, micro_batches
 from runtime.chat import Chat
 from runtime.engines import HfEngine
-from runtime.flags import Flat
+from runtime.flags import Flat, parse
 from runtime.networks import Network, action_logprobs
 from runtime.processes import gather, my_tasks
 from runtime.report import describe
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 
 import torch
-import tyro
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
@@ -128,9 +127,9 @@ class Step:
     observation: str  # the environment's words before the action
     action: str  # the whole response
     valid: bool
-    game_reward: float = 0.0  # the environment's own reward of this step; no algorithm sees it
-    progress: float = 0.0  # by how much the goal came nearer, where the world knows it
-    anchor: Hashable = None  # the state after the action, where the world names it
+    game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
+    progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
+    anchor: Hashable = None  # the state after the action: GiGPO compares steps by it
     engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 
@@ -143,7 +142,9 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of sequences; --history: one a step
+    starts: list[int] = field(
+        default_factory=lambda: [0]
+    )  # where its sequences begin, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
@@ -152,7 +153,7 @@ class Trajectory:
 class Batch(NamedTuple):
     """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
 
-    sequences: list  # what the forward passes read
+    sequences: list  # what the forward passes read: runtime.batching.Sequence
     outcomes: torch.Tensor  # [N]
     group: torch.Tensor  # [N] the group of a trajectory
     step_traj: torch.Tensor  # [S] the trajectory of a step
@@ -178,11 +179,11 @@ def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
     """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
     players = []
-    for task in my_tasks(tasks):
-        with leaving_out(task):  # an episode that the world cannot begin
+    for task in my_tasks(tasks):  # the whole groups that this process plays
+        with leaving_out(task):  # where the world raises, this episode is left out
             players.append(Player(env.reset(task), Trajectory(task), chat))
 
-    for playing, contexts in rounds(players, args, label):  # o_1:t of each, as tokens
+    for playing, contexts in rounds(players, args, label):  # until nobody plays; o_1:t as tokens
         answers = engine.generate(contexts, temperature)
         for p, context, (action, logprobs) in zip(playing, contexts, answers):
             text = chat.response(action)
@@ -191,7 +192,7 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
             except Exception as error:  # the world failed: the episode ends on an invalid step
                 observation, reward, p.done, info = faulty_step(p, error)
 
-            p.extend(context, action, args.history)
+            p.append_tokens(context, action, args.history)
             p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
             p.trajectory.outcome += reward
             p.trajectory.success, p.trajectory.score = info["success"], info["score"]
@@ -307,13 +308,13 @@ def update(policy: Network, trajectories: list[Trajectory], args) -> float:
         part = cloning_loss(policy, micro, args) / len(batch.token_step)
         part.backward()
         loss += part.item()
-    clip_grad_norm_(policy.parameters, 1.0)
+    clip_grad_norm_(policy.trained, 1.0)
     policy.optimizer.step()
     return loss
 
 
 def main():
-    args = tyro.cli(Args, description=__doc__)
+    args = parse(Args, __doc__)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
     world = import_module(f"envs.{args.environment}")

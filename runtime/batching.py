@@ -160,11 +160,9 @@ def group_bundles(batch, pairs: list[tuple[int, int]], budget: int) -> list:
     return bundles
 
 
-def average(seen: list[tuple[int, dict]], *names: str) -> dict:
-    """Means of statistics [(weight, {name: value})], over all processes. `names` are there even
-    where nothing was seen; then they are 0."""
-    told = [name for _, stats in processes.gather(seen) for name in stats]
-    names = dict.fromkeys([*names, *told])
-    sums = [sum(weight * stats.get(name, 0.0) for weight, stats in seen) for name in names]
+def average(seen: list[tuple[int, dict]], names: list[str]) -> dict:
+    """Means of these statistics, from (weight, {name: value}) of what each process has seen. Where
+    nothing was seen they are 0."""
+    sums = [sum(weight * stats[name] for weight, stats in seen) for name in names]
     *sums, weight = processes.total([*sums, sum(weight for weight, _ in seen)])
     return {name: value / max(weight, 1) for name, value in zip(names, sums)}

@@ -93,7 +93,7 @@ def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokeni
 def state_of(network: Network) -> dict:
     """A network's trained parameters and their moments, {name.index[.moment]: whole tensor}."""
     state = {}
-    for i, parameter in enumerate(network.parameters):
+    for i, parameter in enumerate(network.trained):
         key = f"{network.name}.{i}"
         state[key] = processes.whole(parameter.detach())
         for moment, value in network.optimizer.state[parameter].items():
@@ -224,7 +224,7 @@ def read_checkpoint(path: Path) -> tuple[dict, dict]:
 def install(file: Path, tensors: dict, network: Network) -> None:
     """Copy a network's parameters and moments out of a checkpoint's tensors; exits where they are
     another model's."""
-    name, parameters = network.name, network.parameters
+    name, parameters = network.name, network.trained
     here = {f"{name}.{i}": tuple(p.shape) for i, p in enumerate(parameters)}
     own = {key: tensor for key, tensor in tensors.items() if key.split(".")[0] == name}
     there = {key: tuple(t.shape) for key, t in own.items() if key.count(".") == 1}

@@ -20,43 +20,43 @@ class RunArgs:
     """Flags of a run: nothing of them changes what is learnt, but for --dtype's precision."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
-    """Answers are sampled by vllm, or by hf (transformers); auto takes vllm where it is installed.
-    With hf on a CPU a seed repeats a run bit for bit."""
+    """What samples: vllm, or hf (transformers); auto takes vllm where it is installed. With hf on a
+    CPU a seed repeats a run bit for bit."""
     engine_memory: int = 2
-    """The engine's cache of keys and values takes so many GiB on a CPU; on a GPU it takes 40 %."""
+    """Memory of the engine's cache of keys and values on a CPU [GiB]; a GPU gives it 40 %."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The engine, matrix products and frozen weights have this precision; the rest has float32."""
+    """Precision of engine, matrix products and frozen weights; the rest is float32."""
     micro_batch_tokens: int = 8192
-    """A forward and backward pass has at most so many tokens: it bounds the memory, no result."""
+    """Most tokens in one forward and backward pass: bounds the memory, changes no result."""
     eval_every: int = 10
-    """The policy is evaluated after every so many iterations, and after the last one."""
+    """Iterations from one evaluation to the next; the last iteration is always evaluated."""
     eval_only: bool = False
-    """The run evaluates --model on the panel and stops."""
+    """Evaluate --model on the panel and stop."""
     eval_tasks: int = 128
-    """The evaluation panel has so many tasks, always the first ones of the world's fixed list."""
+    """Size of the evaluation panel: always the first tasks of the world's fixed list."""
     eval_samples: int = 2
-    """Each task of the panel is played so many times."""
+    """Episodes per task of the panel."""
     eval_temperature: float = 0.4
-    """Evaluation samples at this temperature (paper: 0.4); 0 takes the likeliest token."""
+    """Sampling temperature in evaluation (paper: 0.4); 0 takes the likeliest token."""
     runs_dir: str = "runs"
-    """Runs are kept in this directory."""
+    """Directory in which runs are kept."""
     run_name: str = ""
-    """The run is kept in this directory below --runs-dir; empty: script, seed and time."""
+    """Directory of this run below --runs-dir; empty: script, seed and time."""
     resume: str = ""
-    """The run in this directory (runs/NAME) goes on; auto: the one that this command began. All its
-    flags have to be given again."""
+    """Run to go on with (runs/NAME), or auto: the one that this command began. Give all its flags
+    again."""
     override: tuple[str, ...] = ()
-    """These flags may differ from those of the run that goes on: learning-rate seed."""
+    """Flags that may differ from those of the run that goes on, as in: learning-rate seed."""
     save_every: int = 1
-    """A checkpoint is written after every so many iterations."""
+    """Iterations from one checkpoint to the next."""
     keep: int = 2
-    """So many checkpoints are kept, the last ones; that of the best evaluation is kept too."""
+    """Checkpoints that are kept, the last ones; that of the best evaluation is kept too."""
     processes: int = 1
-    """The launcher has started so many processes (docs/many-gpus.md); another number is refused."""
+    """Processes that the launcher has started (docs/many-gpus.md); another number is refused."""
     trust_remote_code: bool = False
-    """The program that comes with --model is run; otherwise such a model is refused."""
+    """Run the program that comes with --model; without this flag such a model is refused."""
     track: bool = False
-    """The run is logged to Weights & Biases too (WANDB_MODE=offline works)."""
+    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
 
 
 # ------------ the command line ------------

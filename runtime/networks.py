@@ -49,12 +49,12 @@ class Network:
         self.name, self.model, self.optimizer = name, model, optimizer
         self.bfloat16 = dtype == "bfloat16"
         self.skips = 0  # updates in a row that were not finite
-        self.norms: list[float] = []  # of the gradients of steps taken, since steps_taken()
-        self.skipped = 0  # updates that were not finite, since steps_taken()
+        self.norms: list[float] = []  # of the gradients of steps taken, since optimizer_stats()
+        self.skipped = 0  # updates that were not finite, since optimizer_stats()
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that the optimiser trains."""
+    def trained(self) -> list[torch.nn.Parameter]:
+        """The parameters that the optimiser trains."""
         return self.optimizer.param_groups[0]["params"]
 
     def activate(self):
@@ -102,7 +102,7 @@ class Network:
         """Around a forward pass: matrix products in bfloat16, if --dtype says so."""
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bfloat16)
 
-    def is_finite(self, loss: float, grad_norm: float) -> bool:
+    def may_step(self, loss: float, grad_norm: float) -> bool:
         """Whether an update may be taken. Where loss or gradient is not finite it may not, with a
         warning; the third time in a row raises FloatingPointError. Loss: the sum over processes."""
         (loss,) = processes.total([loss])
@@ -119,7 +119,7 @@ class Network:
             raise FloatingPointError(f"loss or gradient was not finite in {SKIPS} updates in a row")
         return False
 
-    def steps_taken(self) -> dict:
+    def optimizer_stats(self) -> dict:
         """{grad_norm: the mean norm of the gradients that were followed, 0 if none was; skipped:
         how many were not finite}, since this was asked last."""
         stats = {"grad_norm": sum(self.norms) / max(len(self.norms), 1), "skipped": self.skipped}

@@ -158,7 +158,7 @@ def sum_gradients(network) -> None:
     what it shards. Where no process has any, there are none."""
     if count() == 1:
         return
-    parameters = network.parameters
+    parameters = network.trained
     (number,) = total([sum(parameter.grad is not None for parameter in parameters)])
     for parameter in parameters if number else ():
         if parameter.grad is None:

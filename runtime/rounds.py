@@ -29,7 +29,7 @@ class Player:
         recent = self.turns[1:][-history:]  # [-0:] is all of them
         return sum(recent, self.turns[0])
 
-    def extend(self, context: list[int], action: list[int], history: int) -> None:
+    def append_tokens(self, context: list[int], action: list[int], history: int) -> None:
         """Append the next step's tokens to the trajectory: what the engine saw and sampled. With
         `history` every step is a sequence of its own."""
         t = self.trajectory

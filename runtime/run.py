@@ -345,9 +345,7 @@ def ends_cleanly(main):
         try:
             main()
         except BaseException as error:
-            if not current:
-                raise
-            stop(current[0], error)
+            stop(current[0] if current else None, error)
         finally:
             signal.signal(signal.SIGTERM, before)
             for run in current:
@@ -358,8 +356,13 @@ def ends_cleanly(main):
     return guarded
 
 
-def stop(run: Run, error: BaseException) -> None:
+def stop(run: Run | None, error: BaseException) -> None:
     """End the process with what a user has to know; pass on errors that nobody foresaw."""
+    if run is None and isinstance(error, KeyboardInterrupt):
+        sys.exit("\nstopped before a run began")
+    if run is None:
+        raise error
+
     if isinstance(error, KeyboardInterrupt):
         by = f" by {error}" if str(error) else ""
         sys.exit(processes.rank() or f"\nstopped{by}{how_to_go_on(run.path)}")
