@@ -1,16 +1,18 @@
 """What keeps a run going and changes nothing that is learnt: the plumbing behind every script.
 
-    flags.py          RunArgs, the flags of a run; reading the command line; refusing what cannot
-    work run.py            Run: directory, rows, clock, seeds, evaluation and saving; clean ends
-    report.py         what episodes were like, the terminal's lines, curve.png checkpoints.py
-    checkpoints that are whole or absent, and taking them up again provenance.py     what a result
-    has to name: command, versions, hardware, hashes files.py          JSON, JSON lines and files
-    that are written whole networks.py       a model with its adapter and optimiser;
-    log-probabilities of a micro-batch batching.py       sequences of similar length in the memory
-    of one micro-batch engines.py        what samples: vLLM, or transformers rounds.py
-    episodes side by side; worlds that fail chat.py           the token layout of a conversation,
-    from the tokenizer's template processes.py      several processes: work divided, results
-    together, FSDP statistics.py     what istar scripts log of their reward model
+    flags.py          RunArgs, the flags of a run; the command line; refusing what cannot work
+    run.py            Run: directory, rows, clock, seeds, evaluation and saving; clean ends
+    report.py         what episodes were like, the terminal's lines, curve.png
+    checkpoints.py    checkpoints that are whole or absent, and taking them up again
+    provenance.py     what a result has to name: command, versions, hardware, hashes
+    files.py          JSON, JSON lines and files that are written whole
+    networks.py       a model with its adapter and optimiser; log-probabilities of a micro-batch
+    batching.py       sequences of similar length in the memory of one micro-batch
+    engines.py        what samples: vLLM, or transformers
+    rounds.py         episodes side by side; worlds that fail
+    chat.py           the token layout of a conversation, from the tokenizer's template
+    processes.py      several processes: work divided, results together, FSDP
+    statistics.py     what the scripts log beside their losses
 
 The scripts import this package before torch, because threads read their settings when torch begins.
 """

@@ -1,10 +1,11 @@
 """Run: a run's directory, rows, clock, seeds, evaluation and saving; and its clean ends.
 
     runs/NAME/run.json          each start: command, versions, git commit, hardware, hashes
-    runs/NAME/args.json         the flags runs/NAME/metrics.jsonl     a row per iteration; iteration
-    0 is the evaluation before training runs/NAME/episodes.jsonl    a row per trajectory: every
-    step's text, validity, rewards, advantage runs/NAME/curve.png         success and return,
-    against iterations and minutes of training runs/NAME/checkpoints/      checkpoints.py
+    runs/NAME/args.json         the flags
+    runs/NAME/metrics.jsonl     a row per iteration; iteration 0 is the evaluation before training
+    runs/NAME/episodes.jsonl    a row per trajectory: each step's text, validity, rewards, advantage
+    runs/NAME/curve.png         success and return, against iterations and minutes of training
+    runs/NAME/checkpoints/      checkpoints.py
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite
 
 Nothing here changes what is learnt.
@@ -44,6 +45,12 @@ import torch
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep"
 ).split()
+GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
+    "top_p": 1.0,
+    "step_reward": "implicit",
+    "merge_rewards": False,
+    "granularity": "step",
+}
 current: list["Run"] = []  # the run that this process is at work in, for ends_cleanly
 
 
@@ -283,7 +290,7 @@ def find_run(args, script: str) -> Path | None:
             continue  # not a run, or one that never began
         last = max((int(kept.name) for kept in kept_in(path)), default=0)
         ours = first["script"] == script and flags.items() <= saved.items()
-        if ours and last < args.iterations:
+        if ours and last < args.iterations and not lost_flags(saved, args):
             return path
     return None
 
@@ -296,6 +303,9 @@ def refuse_other_flags(path: Path, script: str, starts: list, start: dict, args)
         sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
     if starts and starts[0]["script"] != script:
         sys.exit(f"--resume {path}: this run was made by {starts[0]['script']}.py")
+    if lost := lost_flags(saved, args):
+        began = f"another version of {script}.py began this run with {', '.join(lost)}"
+        sys.exit(f"--resume {path}: {began}, which this one does not have")
 
     differ = []
     for name, value in ours.items():
@@ -314,6 +324,13 @@ def refuse_other_flags(path: Path, script: str, starts: list, start: dict, args)
         if starts[0]["hashes"][what] != start["hashes"][what]:
             other = f"{words} are not those that the run began with (their hash differs)"
             sys.exit(f"--resume {path}: {other}")
+
+
+def lost_flags(saved: dict, args) -> list[str]:
+    """The flags of a run that this version does not have, where their value meant something."""
+    unknown = saved.keys() - flags_of(args).keys()
+    lost = [name for name in unknown if name not in GONE or saved[name] != GONE[name]]
+    return [f"--{name.replace('_', '-')} {saved[name]}" for name in sorted(lost)]
 
 
 def lock(path: Path) -> int:
