@@ -3,9 +3,10 @@
     python benchmarks/engine_settings.py --script grpo_sokoban
     python benchmarks/engine_settings.py --script grpo_webshop --rounds 7
 
-Of each setting there is an engine in this process; in every round each plays the same tasks from the same seed with the
-script's default flags, after forgetting its prefixes. Episodes differ a little between settings, because batches do;
-seconds are therefore per 1,000 sampled tokens too. Written: benchmarks/results/engine-settings-SCRIPT.md.
+Of each setting there is an engine in this process; in every round each plays the same tasks from
+the same seed with the script's default flags, after forgetting its prefixes. Episodes differ a
+little between settings, because batches do; seconds are therefore per 1,000 sampled tokens too.
+Written: benchmarks/results/engine-settings-SCRIPT.md.
 """
 
 import argparse
@@ -26,25 +27,37 @@ VARIANTS = {  # name: settings beside the script's
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--script", default="grpo_sokoban", help="whose environment and flags, without .py")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rollouts of each setting")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    script = "whose environment and flags, without .py"
+    parser.add_argument("--script", default="grpo_sokoban", help=script)
+    rounds = "measured rollouts of each setting"
+    parser.add_argument("--rounds", type=int, default=5, help=rounds)
     arguments = parser.parse_args()
     module = load_script(arguments.script)
+    from runtime.chat import Chat
+    from runtime.engines import VllmEngine
+    from runtime.flags import RunArgs
+
     import torch
     import vllm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    args = module.Args(engine_memory=1)
+    args = module.Args(run_args=RunArgs(engine_memory=1))
     path = str(ROOT / args.model)
-    env = getattr(module, "WebShop" if hasattr(module, "WebShop") else "Sokoban").from_args(args)
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    chat, engines, make = module.Chat(tokenizer, [tokenizer.eos_token_id]), {}, vllm.LLM
+    world = "WebShop" if hasattr(module, "WebShop") else "Sokoban"
+    env = getattr(module, world).from_args(args)
+    policy = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    stop_ids = [tokenizer.eos_token_id]
+    chat, engines, make = Chat(tokenizer, stop_ids), {}, vllm.LLM
     for name, changed in VARIANTS.items():
         vllm.LLM = lambda path, changed=changed, **settings: make(path, **settings | changed)
-        engines[name] = module.VllmEngine(path, [tokenizer.eos_token_id], args)
+        engines[name] = VllmEngine(path, stop_ids, args)
         engines[name].load(policy)
-    tasks = sorted(random.Random(0).sample(env.train_tasks, args.tasks_per_iteration) * args.group_size)
+
+    tasks = random.Random(0).sample(env.train_tasks, args.tasks_per_iteration)
+    tasks = sorted(tasks * args.group_size)
     seconds, rates = {name: [] for name in engines}, {name: [] for name in engines}
     for number in range(arguments.rounds + 1):
         for name, engine in engines.items():
@@ -54,19 +67,21 @@ def main() -> None:
             trajectories = module.rollout(env, engine, chat, tasks, args, args.temperature, name)
             if number:  # the first one warms up
                 seconds[name].append(time.perf_counter() - start)
-                sampled = sum(len(step.engine_logprobs) for t in trajectories for step in t.steps)
+                steps = [step for t in trajectories for step in t.steps]
+                sampled = sum(len(step.engine_logprobs) for step in steps)
                 rates[name].append(seconds[name][-1] / sampled * 1000)
+
     first = statistics.median(rates[next(iter(rates))])
+    cores = len(os.sched_getaffinity(0))
     lines = [f"`python benchmarks/engine_settings.py {' '.join(sys.argv[1:])}`", ""]
-    lines += [f"{len(tasks)} episodes, tiny model, {len(os.sched_getaffinity(0))} cores, vLLM on a CPU; medians.", ""]
-    lines += [
-        "| settings | seconds a rollout | seconds per 1,000 sampled tokens | of vLLM's own |",
-        "|---|---|---|---|",
-    ]
+    lines += [f"{len(tasks)} episodes, tiny model, {cores} cores, vLLM on a CPU; medians.", ""]
+    titles = "settings | seconds a rollout | seconds per 1,000 sampled tokens | of vLLM's own"
+    lines += [f"| {titles} |", "|---|---|---|---|"]
     for name in engines:
-        rate = statistics.median(rates[name])
-        lines.append(f"| {name} | {statistics.median(seconds[name]):.2f} | {rate:.3f} | {rate / first:.2f} |")
-    (ROOT / "benchmarks" / "results" / f"engine-settings-{arguments.script}.md").write_text("\n".join(lines) + "\n")
+        whole, rate = statistics.median(seconds[name]), statistics.median(rates[name])
+        lines.append(f"| {name} | {whole:.2f} | {rate:.3f} | {rate / first:.2f} |")
+    results = ROOT / "benchmarks" / "results"
+    (results / f"engine-settings-{arguments.script}.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 

@@ -3,12 +3,15 @@
     python benchmarks/learning_curves.py --name sokoban --seeds 1 2 3 --jobs 2 \\
         --command "istar_sokoban.py" --command "rloo_sokoban.py"
 
-Every command runs once for each seed, `--jobs` at a time, each bound to its share of the cores (on 2 cores with
---jobs 2 a run has one core, and is slower than a user's). A run that came to its end is not run again, one that was
-stopped goes on: delete it from --runs-dir to begin anew. What comes out, under benchmarks/results/:
-NAME.md     the table: success (SOTOPIA: goal, 0 to 10) and score on the panel before and after, minutes
-NAME.png    success (goal) on the panel against minutes of training, a line per seed
-NAME.jsonl  every evaluation, with the command and the seed: the table and the picture are made of it
+Every command runs once for each seed, `--jobs` at a time, each bound to its share of the cores (on
+2 cores with --jobs 2 a run has one core, and is slower than a user's). A run that came to its end
+is not run again, one that was stopped goes on: delete it from --runs-dir to begin anew. What comes
+out, under benchmarks/results/:
+
+    NAME.md     the table: success (SOTOPIA: goal, 0 to 10) and score on the panel before and after,
+                minutes
+    NAME.png    success (goal) on the panel against minutes of training, a line per seed
+    NAME.jsonl  every evaluation, with the command and the seed: table and picture are made of it
 """
 
 import argparse
@@ -21,30 +24,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
-import matplotlib
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from runtime.files import rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from envs.checkpoints import rows_of
-
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict]:
-    """The rows of one run, finished before or run now; its terminal output goes to a file beside it."""
+    """The rows of one run, finished before or run now; its terminal output goes to a file beside
+    it."""
     name = "".join(c if c.isalnum() else "-" for c in f"{command} {seed}")
-    environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": str(len(cores))}
-    arguments = [*shlex.split(command), "--seed", str(seed), "--runs-dir", str(directory), "--run-name", name]
     if rows := rows_of(directory / name / "metrics.jsonl"):
-        if rows[-1]["iteration"] == json.loads((directory / name / "args.json").read_text())["iterations"]:
+        flags = json.loads((directory / name / "args.json").read_text())
+        if rows[-1]["iteration"] == flags["iterations"]:
             return rows
+
+    words = [*shlex.split(command), "--seed", str(seed)]
+    words += ["--runs-dir", str(directory), "--run-name", name, "--resume", "auto"]
+    environment = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": str(len(cores))}
     with (directory / f"{name}.log").open("w") as log:
         subprocess.run(
-            [sys.executable, *arguments, "--resume", "auto"],
+            [sys.executable, *words],
             cwd=ROOT,
             env=environment,
             stdout=log,
@@ -56,7 +58,8 @@ def run(command: str, seed: int, cores: list[int], directory: Path) -> list[dict
 
 
 def run_all(tasks: list[tuple[str, int]], jobs: int, directory: Path) -> list[list[dict]]:
-    """The rows of each (command, seed), `jobs` runs at a time, each bound to its share of the cores."""
+    """The rows of each (command, seed), `jobs` runs at a time, each bound to its share of the
+    cores."""
     directory.mkdir(parents=True, exist_ok=True)
     cores, free = sorted(os.sched_getaffinity(0)), Queue()
     for job in range(jobs):
@@ -79,37 +82,57 @@ def measure(evaluations: list[dict]) -> str:
     return "goal" if "eval/goal" in evaluations[0] else "success"
 
 
+def runs_of(evaluations: list[dict]) -> dict[tuple[str, int], list[dict]]:
+    """{(command, seed): its evaluations}."""
+    runs = {}
+    for row in evaluations:
+        runs.setdefault((row["command"], row["seed"]), []).append(row)
+    return runs
+
+
 def table(evaluations: list[dict]) -> str:
     """Markdown: a line per command and seed."""
-    key = f"eval/{measure(evaluations)}"
-    titles = "command | seed | iterations | minutes | {0} before | after | gain | lowest after iteration 10 | score"
-    lines = [f"| {titles.format(measure(evaluations))} before | after |", f"|{'---|' * 10}"]
-    for command, seed in dict.fromkeys((e["command"], e["seed"]) for e in evaluations):
-        rows = [e for e in evaluations if (e["command"], e["seed"]) == (command, seed)]
+    compared = measure(evaluations)
+    key = f"eval/{compared}"
+    titles = f"command | seed | iterations | minutes | {compared} before | after | gain"
+    titles += " | lowest after iteration 10 | score before | after"
+    lines = [f"| {titles} |", f"|{'---|' * 10}"]
+    for (command, seed), rows in runs_of(evaluations).items():
         first, last = rows[0], rows[-1]
-        low = min((e[key] for e in rows if e["iteration"] > 10), default=float("nan"))
-        error = [f" ± {e['eval/success_error']:.3f}" if key == "eval/success" else "" for e in (first, last)]
-        lines.append(
-            f"| `{command}` | {seed} | {last['iteration']} | {last['time/elapsed'] / 60:.1f} "
-            f"| {first[key]:.3f}{error[0]} | {last[key]:.3f}{error[1]} | {last[key] - first[key]:+.3f} | {low:.3f} "
-            f"| {first['eval/score']:.3f} | {last['eval/score']:.3f} |"
-        )
+        low = min((row[key] for row in rows if row["iteration"] > 10), default=float("nan"))
+        before, after = f"{first[key]:.3f}", f"{last[key]:.3f}"
+        if compared == "success":
+            before += f" ± {first['eval/success_error']:.3f}"
+            after += f" ± {last['eval/success_error']:.3f}"
+        cells = [f"`{command}`", str(seed), str(last["iteration"])]
+        cells += [f"{last['time/elapsed'] / 60:.1f}", before, after]
+        cells += [f"{last[key] - first[key]:+.3f}", f"{low:.3f}"]
+        cells += [f"{first['eval/score']:.3f}", f"{last['eval/score']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def picture(evaluations: list[dict], path: Path) -> None:
     """Success (goal) on the panel against minutes: a colour per command, a line per seed."""
-    key = measure(evaluations)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    compared = measure(evaluations)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    commands = list(dict.fromkeys(e["command"] for e in evaluations))
-    for number, command in enumerate(commands):
-        for seed in dict.fromkeys(e["seed"] for e in evaluations if e["command"] == command):
-            rows = [e for e in evaluations if (e["command"], e["seed"]) == (command, seed)]
-            first = seed == min(e["seed"] for e in evaluations if e["command"] == command)
-            for axis, x, scale in ((axes[0], "iteration", 1), (axes[1], "time/elapsed", 60)):
-                label = command if first else None
-                axis.plot([r[x] / scale for r in rows], [r[f"eval/{key}"] for r in rows], f"C{number}", label=label)
-    axes[0].set(xlabel="iteration", ylabel=f"{key} on the evaluation panel")
+    commands = list(dict.fromkeys(row["command"] for row in evaluations))
+    labelled = set()
+    for (command, _), rows in runs_of(evaluations).items():
+        colour = f"C{commands.index(command)}"
+        label = None if command in labelled else command
+        labelled.add(command)
+        success = [row[f"eval/{compared}"] for row in rows]
+        iterations = [row["iteration"] for row in rows]
+        minutes = [row["time/elapsed"] / 60 for row in rows]
+        axes[0].plot(iterations, success, colour, label=label)
+        axes[1].plot(minutes, success, colour, label=label)
+    axes[0].set(xlabel="iteration", ylabel=f"{compared} on the evaluation panel")
     axes[1].set(xlabel="minutes of training")
     axes[0].legend(fontsize=7)
     figure.tight_layout()
@@ -117,25 +140,31 @@ def picture(evaluations: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--name", required=True, help="of the result files")
-    parser.add_argument("--command", action="append", required=True, help="a script and its flags; several times")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; the cores are divided between them")
-    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "benchmarks")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--name", required=True, help="of the result files")
+    commands = "a script and its flags; several times"
+    add("--command", action="append", required=True, help=commands)
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    jobs = "runs at a time; the cores are divided between them"
+    add("--jobs", type=int, default=1, help=jobs)
+    add("--runs-dir", type=Path, default=ROOT / "runs" / "benchmarks")
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
+
     tasks = [(command, seed) for seed in arguments.seeds for command in arguments.command]
-    evaluations = [
-        {"command": command, "seed": seed, **row}
-        for (command, seed), rows in zip(tasks, run_all(tasks, arguments.jobs, arguments.runs_dir))
-        for row in rows
-        if "eval/success" in row
-    ]
-    evaluations.sort(key=lambda e: (arguments.command.index(e["command"]), e["seed"], e["iteration"]))
+    evaluations = []
+    for (command, seed), rows in zip(tasks, run_all(tasks, arguments.jobs, arguments.runs_dir)):
+        seen = [row for row in rows if "eval/success" in row]
+        evaluations += [{"command": command, "seed": seed, **row} for row in seen]
     if not evaluations:
         sys.exit(f"no run came to its first evaluation: see the logs in {arguments.runs_dir}")
-    (RESULTS / f"{arguments.name}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
+    order = arguments.command.index
+    evaluations.sort(key=lambda row: (order(row["command"]), row["seed"], row["iteration"]))
+
+    lines = "".join(json.dumps(row) + "\n" for row in evaluations)
+    (RESULTS / f"{arguments.name}.jsonl").write_text(lines)
     commands = " ".join(f"--command {shlex.quote(command)}" for command in arguments.command)
     seeds = " ".join(map(str, arguments.seeds))
     flags = f"--name {arguments.name} --seeds {seeds} --jobs {arguments.jobs} {commands}"

