@@ -1,127 +1,273 @@
-"""Shared blocks of the scripts: equal byte for byte wherever they stand, and present where they must be.
+"""The scripts repeat each other on purpose; what they share is equal byte for byte.
 
-    # === block: rollout ===
+    # === block: policy ===
     ...
     # === end block ===
 
-python tests/blocks.py                          checks: a unified diff of what differs, and lines outside blocks
-python tests/blocks.py --fix istar_sokoban.py   copies that script's blocks over those of the same name elsewhere
+python tests/blocks.py                            checks; what differs is shown as a unified diff
+python tests/blocks.py --fix rloo_sokoban.py      gives these files what the other scripts share
 
-Standard library only. Which script must hold which block follows from its name: REQUIRED.
+SCRIPTS has the scripts and the blocks that each of them holds. A copy of your own is not among
+them, whatever its name: it is neither checked nor changed. Standard library only.
 """
 
 import argparse
+import ast
 import difflib
-import fnmatch
 import re
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
-ALGORITHMS = ("istar", "rloo", "grpo", "reinforce_pp", "gigpo", "prime", "ppo")
-MAX_LINES = 700
-CORE = ("imports", "args", "data", "rollout", "core", "setup", "start", "update")
-REQUIRED = (  # (pattern of the file's name, blocks it must hold)
-    *((f"{algorithm}_*.py", CORE) for algorithm in ALGORITHMS),
-    ("*_sokoban.py", ("sokoban args",)),
-    ("*_webshop.py", ("webshop args",)),
-    ("*_sotopia.py", ("sotopia args",)),
-    (
-        "istar_*.py",
-        ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages", "outcome_slope", "by_token", "istar"),
-    ),
-    ("istar_*.py", ("prm args", "prm setup", "prm iteration")),
-    ("rloo_*.py", ("rloo_advantages",)),
-    ("grpo_*.py", ("grpo_advantages", "outcome_slope", "grpo iteration")),
-    ("reinforce_pp_*.py", ("reinforce_pp_advantages", "whitened", "outcome_slope", "reinforce_pp iteration")),
-    ("prime_*.py", ("rloo_advantages", "by_token", "prm setup")),
-    ("ppo_*.py", ("by_token",)),
-    ("gigpo_*.py", ("grpo_advantages", "outcome_slope", "gigpo", "gigpo args", "gigpo iteration")),
-    ("warm_start.py", ("data", "rollout")),
-)
-START, END = re.compile(r"\s*# === block: (.+) ===\n"), re.compile(r"\s*# === end block ===\n?")
+TRAINER = ("data", "rollout", "policy")
+CONVERSATION = ("data", "conversation rollout", "policy")
+SCRIPTS = {
+    "gigpo_sokoban.py": TRAINER,
+    "gigpo_webshop.py": TRAINER,
+    "grpo_sokoban.py": TRAINER,
+    "grpo_sotopia.py": CONVERSATION,
+    "grpo_webshop.py": TRAINER,
+    "istar_sokoban.py": (*TRAINER, "prm", "estimators"),
+    "istar_sotopia.py": (*CONVERSATION, "prm", "estimators"),
+    "istar_webshop.py": (*TRAINER, "prm", "estimators"),
+    "istar_webshop_ablations.py": (*TRAINER, "prm"),
+    "ppo_webshop.py": TRAINER,
+    "prime_webshop.py": TRAINER,
+    "reinforce_pp_sokoban.py": TRAINER,
+    "reinforce_pp_webshop.py": TRAINER,
+    "rloo_sokoban.py": TRAINER,
+    "rloo_webshop.py": TRAINER,
+    "warm_start.py": ("data", "rollout"),
+}
+KNOWN = {block for blocks in SCRIPTS.values() for block in blocks}
+# Functions and classes of one name that differ on purpose; main may differ by the world's class
+# alone, rollout is compared as a block, and the ablations have another episode advantage.
+OWN = ("Args", "main", "rollout", "episode_advantages")
+MAX_LINES, MAX_BLOCKS = 500, 8
+START = re.compile(r"\s*# === block: (.+) ===\n")
+END = re.compile(r"\s*# === end block ===\n?")
+WORLD = re.compile(r"\b\w+\.from_args\(args\)")
+
+
+class Script(NamedTuple):
+    """A script and what it may share. A place is (first line, line after the last)."""
+
+    path: Path
+    lines: list[str]
+    blocks: dict[str, tuple[int, int]]  # the places between the marks
+    definitions: dict[str, tuple[int, int]]  # of functions and classes of the top level
+    faults: list[str]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def places(self) -> dict[str, tuple[int, int]]:
+        """What has to be equal in every script that holds it, blocks first."""
+        blocks = {f"block {name}": place for name, place in self.blocks.items()}
+        return blocks | {name: at for name, at in self.definitions.items() if name not in OWN}
+
+    def text(self, place: tuple[int, int]) -> str:
+        return "".join(self.lines[slice(*place)])
 
 
 def scripts(root: Path) -> list[Path]:
-    """The scripts that are checked, in order of name."""
-    patterns = [*(f"{algorithm}_*.py" for algorithm in ALGORITHMS), "warm_start.py"]
-    return sorted({path for pattern in patterns for path in root.glob(pattern)})
+    """The scripts of the list that are there, in its order."""
+    return [root / name for name in SCRIPTS if (root / name).is_file()]
 
 
-def split(path: Path) -> tuple[list[str], dict[str, tuple[int, int]], list[str]]:
-    """(lines, {block: (first line, line after the last)}, faults) of a script; the marks belong to no block."""
-    lines, blocks, faults, name, start = path.read_text().splitlines(keepends=True), {}, [], None, 0
-    known = {block for _, names in REQUIRED for block in names}
-    for number, line in enumerate(lines):
+def read(path: Path) -> Script:
+    """A script, taken apart; its faults are those of its form."""
+    with path.open(newline="") as file:  # the line's end is a byte too
+        lines = file.readlines()
+    blocks, faults = blocks_of(path, lines)
+    definitions = {}
+    try:
+        definitions = definitions_of("".join(lines))
+    except SyntaxError as error:
+        faults.append(f"{path.name}:{error.lineno}: {error.msg}")
+    return Script(path, lines, blocks, definitions, faults)
+
+
+def blocks_of(path: Path, lines: list[str]) -> tuple[dict[str, tuple[int, int]], list[str]]:
+    """(places of the blocks, faults of their marks)."""
+    blocks, faults = {}, []
+    name, start = None, 0
+    for number, line in enumerate(lines, 1):
+        where = f"{path.name}:{number}"
         opening = START.fullmatch(line)
         if opening and name:
-            faults.append(f"{path.name}:{number + 1}: block '{opening[1]}' opens inside block '{name}'")
+            faults.append(f"{where}: block '{opening[1]}' opens inside block '{name}'")
         elif opening:
-            name, start = opening[1], number + 1
+            name, start = opening[1], number
             if name in blocks:
-                faults.append(f"{path.name}:{number + 1}: block '{name}' stands twice")
-            if name not in known:
-                faults.append(f"{path.name}:{number + 1}: unknown block '{name}'")
+                faults.append(f"{where}: block '{name}' stands twice")
+            if name not in KNOWN:
+                faults.append(f"{where}: unknown block '{name}'")
         elif END.fullmatch(line) and name:
-            blocks[name], name = (start, number), None
+            blocks[name] = (start, number - 1)
+            name = None
         elif END.fullmatch(line):
-            faults.append(f"{path.name}:{number + 1}: an end without a block")
+            faults.append(f"{where}: an end without a block")
     if name:
         faults.append(f"{path.name}:{start}: block '{name}' is not closed")
-    return lines, blocks, faults
+    return blocks, faults
+
+
+def definitions_of(text: str) -> dict[str, tuple[int, int]]:
+    """Places of the functions and classes of the top level, decorators included."""
+    places = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            places[node.name] = (first - 1, node.end_lineno)
+    return places
+
+
+# ------------ check ------------
 
 
 def check(root: Path) -> tuple[list[str], list[str]]:
     """(faults, report): what is wrong, and a line per script."""
-    faults, report, first = [], [], {}
-    for path in scripts(root):
-        lines, blocks, found = split(path)
-        faults += found
-        for pattern, names in REQUIRED:
-            if fnmatch.fnmatch(path.name, pattern):
-                faults += [f"{path.name}: block '{name}' is missing" for name in names if name not in blocks]
-        for name, (start, end) in blocks.items():
-            text = lines[start:end]
-            other, expected = first.setdefault(name, (path.name, text))
-            if text != expected:
-                labels = f"{other}: {name}", f"{path.name}: {name}"
-                faults.append("".join(difflib.unified_diff(expected, text, *labels)).rstrip())
-        if len(lines) > MAX_LINES:
-            faults.append(f"{path.name}: {len(lines)} lines, at most {MAX_LINES}")
-        outside = len(lines) - sum(end - start + 2 for start, end in blocks.values())
-        report.append(f"{path.name}: {len(lines)} lines, {outside} outside blocks")
-    return faults, report
+    all_scripts = [read(path) for path in scripts(root)]
+    missing = SCRIPTS.keys() - {script.name for script in all_scripts}
+    faults, report = [f"{name}: this script is missing" for name in sorted(missing)], []
+    for script in all_scripts:
+        faults += script.faults + faults_of_form(script)
+        inside = sum(end - start + 2 for start, end in script.blocks.values())
+        length = len(script.lines)
+        report.append(f"{script.name}: {length} lines, {length - inside} outside blocks")
+    return faults + differences(all_scripts) + differences_of_main(all_scripts), report
 
 
-def fix(root: Path, source: Path) -> list[str]:
-    """Copy the blocks of `source` into every other script that holds them: the files changed."""
-    lines, blocks, faults = split(source)
-    if faults:
+def faults_of_form(script: Script) -> list[str]:
+    """Blocks that a script has to hold, or should not; and its budget of lines and blocks."""
+    name, held = script.name, script.blocks.keys()
+    asked = SCRIPTS[name]
+    faults = [f"{name}: block '{block}' is missing" for block in asked if block not in held]
+    others = [block for block in held if block in KNOWN and block not in asked]
+    faults += [f"{name}: block '{block}' is not among those of SCRIPTS" for block in others]
+    if len(script.lines) > MAX_LINES:
+        faults.append(f"{name}: {len(script.lines)} lines, at most {MAX_LINES}")
+    if len(held) > MAX_BLOCKS:
+        faults.append(f"{name}: {len(held)} blocks, at most {MAX_BLOCKS}")
+    return faults
+
+
+def differences(all_scripts: list[Script]) -> list[str]:
+    """A diff of every shared block, function or class that is not as most scripts have it."""
+    faults, reported = [], set()  # (script, line) of what was shown already
+    labels = dict.fromkeys(label for script in all_scripts for label in script.places)
+    for label in sorted(labels, key=lambda label: not label.startswith("block ")):
+        holders = [script for script in all_scripts if label in script.places]
+        texts = [script.text(script.places[label]) for script in holders]
+        usual = usual_of(texts)
+        for script, text in zip(holders, texts):
+            lines = {(script.name, line) for line in range(*script.places[label])}
+            if text != texts[usual] and not lines <= reported:
+                names = holders[usual].name, script.name
+                faults.append(diff(texts[usual], text, *(f"{name}: {label}" for name in names)))
+                reported |= lines
+    return faults
+
+
+def differences_of_main(all_scripts: list[Script]) -> list[str]:
+    """A diff of every main that differs from its algorithm's by more than the world's class."""
+    algorithms: dict[str, list[Script]] = {}
+    for script in all_scripts:
+        if "main" in script.definitions:
+            algorithms.setdefault(script.name.rpartition("_")[0], []).append(script)
+
+    faults = []
+    for holders in algorithms.values():
+        texts = [script.text(script.definitions["main"]) for script in holders]
+        texts = [WORLD.sub("World.from_args(args)", text) for text in texts]
+        usual = usual_of(texts)
+        for script, text in zip(holders, texts):
+            if text != texts[usual]:
+                names = holders[usual].name, script.name
+                faults.append(diff(texts[usual], text, *(f"{name}: main" for name in names)))
+    return faults
+
+
+def usual_of(texts: list[str]) -> int:
+    """The place of the text that most have; of equally many the first."""
+    return texts.index(Counter(texts).most_common(1)[0][0])
+
+
+def diff(expected: str, text: str, *labels: str) -> str:
+    lines = [each.splitlines(keepends=True) for each in (expected, text)]
+    return "".join(difflib.unified_diff(*lines, *labels)).rstrip()
+
+
+# ------------ fix ------------
+
+
+def fix(root: Path, files: list[str]) -> list[str]:
+    """Give these files, and no others, the text that the other holders of what they share agree
+    on: the names of those that changed. Exits, before anything is written, where it cannot."""
+    targets = [read(target(root, file)) for file in files]
+    paths = {script.path for script in targets}
+    others = [read(path) for path in scripts(root) if path not in paths]
+    if faults := [fault for script in targets + others for fault in script.faults]:
         sys.exit("\n".join(faults))
-    changed = []
-    for path in scripts(root):
-        own, places, found = split(path)
-        if path.resolve() == source.resolve() or found:
-            continue
-        text = own[:]
-        for name, (start, end) in sorted(places.items(), key=lambda item: -item[1][0]):
-            if name in blocks:
-                text[start:end] = lines[slice(*blocks[name])]
-        if text != own:
-            path.write_text("".join(text))
-            changed.append(path.name)
-    return changed
+
+    texts = {script.path: mended(script, others) for script in targets}
+    changed = [script for script in targets if texts[script.path] != "".join(script.lines)]
+    for script in changed:
+        script.path.write_bytes(texts[script.path].encode())
+    return [script.name for script in changed]
+
+
+def target(root: Path, file: str) -> Path:
+    """The script of the list that a file given to --fix is; its changes have to be committed."""
+    path = next((p for p in scripts(root) if p.resolve() == (root / file).resolve()), None)
+    if path is None:
+        sys.exit(f"--fix {file}: not a script of the list; a copy of your own stays as it is")
+    status = ["git", "status", "--porcelain", "--", path.name]
+    done = subprocess.run(status, cwd=root, capture_output=True, text=True)
+    if done.returncode == 0 and done.stdout:
+        sys.exit(f"--fix {file}: it has changes that are not committed, and they would be lost")
+    return path
+
+
+def mended(script: Script, others: list[Script]) -> str:
+    """The script's text with every part that it shares as the others have it."""
+    new = {}  # place: text
+    for label, place in script.places.items():
+        camps: dict[str, list[str]] = {}  # text: names of those who have it
+        for other in others:
+            if label in other.places:
+                camps.setdefault(other.text(other.places[label]), []).append(other.name)
+        if len(camps) > 1:
+            sides = " against ".join(", ".join(names) for names in camps.values())
+            sys.exit(f"--fix {script.name}: the others do not agree on {label}: {sides}")
+
+        inside = any(start <= place[0] and place[1] <= end for start, end in new)
+        if camps and not inside:
+            new[place] = next(iter(camps))
+
+    lines = script.lines[:]
+    for place in sorted(new, reverse=True):
+        lines[slice(*place)] = [new[place]]
+    return "".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fix", metavar="FILE", help="copy this script's blocks into the others")
-    parser.add_argument(
-        "--root", default=Path(__file__).resolve().parent.parent, type=Path, help="where the scripts are"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    here = Path(__file__).resolve().parent.parent
+    parser.add_argument("--fix", metavar="FILE", nargs="+", help="the scripts that are changed")
+    parser.add_argument("--root", default=here, type=Path, help="where the scripts are")
     arguments = parser.parse_args()
+    root = arguments.root.resolve()
     if arguments.fix:
-        print("changed:", ", ".join(fix(arguments.root, arguments.root / arguments.fix)) or "nothing")
-    faults, report = check(arguments.root)
+        print("changed:", ", ".join(fix(root, arguments.fix)) or "nothing")
+    faults, report = check(root)
     print("\n".join(report))
     if faults:
         sys.exit("\n".join(faults))

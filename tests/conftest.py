@@ -1,8 +1,10 @@
 """Shared by the tests: the scripts as modules, a small random model, random trajectories, runs as
 subprocesses."""
 
+import contextlib
 import functools
 import importlib.util
+import io
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -188,4 +191,27 @@ def run_script(script: str, *flags, cwd, check: bool = True) -> subprocess.Compl
         command, cwd=cwd, capture_output=True, text=True, env=os.environ, timeout=1800
     )
     assert not check or done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def run_main(script: str, *flags, cwd, check: bool = True) -> subprocess.CompletedProcess:
+    """What run_script does, in this process: main() of the script, without the seconds in which a
+    process of its own imports torch and transformers. What it says is captured, and what ends it
+    is told as Python would; errors that nobody foresaw pass."""
+    from runtime.rounds import faults
+
+    faults.clear()  # of a run that was stopped before it told them
+    command = [str(ROOT / f"{script}.py"), *map(str, flags)]
+    said, warned, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
+        with contextlib.chdir(cwd), patch.object(sys, "argv", command):
+            try:
+                load(script).main()
+            except SystemExit as stop:
+                code = stop.code
+    if isinstance(code, str):
+        warned.write(f"{code}\n")
+        code = 1
+    done = subprocess.CompletedProcess(command, code or 0, said.getvalue(), warned.getvalue())
+    assert not check or not done.returncode, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done

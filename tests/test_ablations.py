@@ -1,16 +1,17 @@
-"""The ablations of the istar scripts, as flags: what a run of each writes down is what its formula says."""
+"""istar_webshop_ablations.py: what a run of each ablation writes down is what its formula says, and
+without their flags it is istar_webshop.py."""
 
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
-from conftest import READY, environment, load, scripts_with
-from test_checkpoints import in_process
-from test_math import flat, mean, numpy_grpo, numpy_rloo, over_scripts, product, std, tensors
+from conftest import TRAINERS, load, random_trajectories, run_main, scripts_with
+from test_math import flat, mean, numpy_rloo, over_scripts, product, std, tensors
+from test_scripts import rows, same_tensors, small, without_times
 
-ISTAR = [script for script in READY if script.startswith("istar_")]
-SOKOBAN = [script for script in ISTAR if environment(script) == "sokoban"]
+SCRIPT = "istar_webshop_ablations"
 FLAGS = {
     "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1"],
     "merged": ["--merge-rewards", "--alpha", "0.5"],
@@ -24,103 +25,154 @@ def module(request):
 
 
 @over_scripts("merged_advantages")
-@pytest.mark.parametrize("estimator, seed, alpha", product(("rloo", "grpo", "reinforce++"), (0, 1), (0.0, 0.7)))
-def test_merged_advantages(module, estimator, seed, alpha):
-    """Every step is a sample of its group: statistics are over the group's steps."""
+@pytest.mark.parametrize("seed, alpha, penalty", product(range(4), (0.0, 0.7), (0.0, 0.1)))
+def test_merged_advantages(module, seed, alpha, penalty):
+    """Every step is a sample of its group: the others' mean is over the group's steps."""
     outcomes, group, step_traj = flat(seed, "scores")
-    rewards = np.random.default_rng(seed).normal(size=len(step_traj))
-    values, groups = [outcomes[t] + alpha * r for t, r in zip(step_traj, rewards)], group[step_traj]
-    if estimator == "rloo":
-        expected = numpy_rloo(values, groups)
-    elif estimator == "grpo":
-        expected = numpy_grpo(values, groups)
-    else:
-        centred = [v - mean([w for w, h in zip(values, groups) if h == g]) for v, g in zip(values, groups)]
-        expected = [c / std(centred) for c in centred]
-    batch = module.Batch([], *tensors(group, outcomes, step_traj), None)
-    invalid = torch.zeros(len(step_traj), dtype=torch.bool)
-    ours = module.merged_advantages(estimator, batch, torch.tensor(rewards).float(), alpha, invalid, 0.1)
+    rng = np.random.default_rng(seed)
+    rewards, invalid = rng.normal(size=len(step_traj)), rng.random(len(step_traj)) < 0.3
+    values = [outcomes[t] + alpha * r for t, r in zip(step_traj, rewards)]
+    expected = np.array(numpy_rloo(values, group[step_traj])) - penalty * invalid
+    batch = module.flatten(random_trajectories(module))
+    names = "outcomes", "group", "step_traj"
+    batch = batch._replace(**dict(zip(names, tensors(outcomes, group, step_traj))))
+    rewards, invalid = tensors(rewards, invalid)
+    ours = module.merged_advantages(batch, rewards, alpha, invalid, penalty)
     np.testing.assert_allclose(ours.double().numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
-def episodes_of(home, name):
+# ------------ runs ------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def played(home, name, *flags, script=SCRIPT):
+    """(metrics, episodes) of a run of one iteration."""
+    short = [*small(script), "--iterations", 1, "--eval-tasks", 1]
+    run_main(script, *short, "--engine", "hf", "--run-name", name, *flags, cwd=home)
     lines = (home / "runs" / name / "episodes.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return rows(home / "runs" / name), [json.loads(line) for line in lines]
 
 
 def steps_of(episodes, key):
-    """[per task: [per step: value]] of an iteration's episodes."""
+    """{task: the values of all steps of its group}."""
     groups = {}
     for episode in episodes:
         groups.setdefault(episode["task"], []).extend(step[key] for step in episode["steps"])
     return groups
 
 
-@pytest.mark.parametrize("script", SOKOBAN)
-def test_each_ablation_runs_and_writes_what_it_is(script, tmp_path, monkeypatch):
-    for name, flags in FLAGS.items():
-        assert in_process(script, monkeypatch, tmp_path, name, *flags, "--temperature", "1.3") is None
-    episodes = [e for e in episodes_of(tmp_path, "ground-truth") if e["iteration"] == 2]
-    outcomes = {task: {e["outcome"] for e in episodes if e["task"] == task} for task in {e["task"] for e in episodes}}
-    mixed = {task for task, values in outcomes.items() if len(values) == 2}
+def outcomes_of(episodes):
+    """{task: the outcomes of its group}."""
+    return {e["task"]: [f["outcome"] for f in episodes if f["task"] == e["task"]] for e in episodes}
+
+
+def test_ground_truth_is_the_worlds_own_reward_in_mixed_groups(home):
+    table, episodes = played(home, "ground-truth", *FLAGS["ground-truth"], "--temperature", "1.3")
+    outcomes = outcomes_of(episodes)
+    mixed = {task for task, values in outcomes.items() if len({*values}) == 2}
     assert mixed and mixed != outcomes.keys()
     for episode in episodes:
         for step in episode["steps"]:
             expected = step["reward"] if episode["task"] in mixed else 0.0
             assert step["ground_truth_reward"] == pytest.approx(expected)
-    advantages, rewards = steps_of(episodes, "step_advantage"), steps_of(episodes, "reward")
+            assert "implicit_reward" not in step
+
+    rewards, credit = steps_of(episodes, "reward"), steps_of(episodes, "step_advantage")
     for task in mixed:
         floored = max(std(rewards[task]), 0.1)
         expected = [(r - mean(rewards[task])) / floored for r in rewards[task]]
-        np.testing.assert_allclose(advantages[task], expected, atol=1e-4)
-    metrics = (tmp_path / "runs/ground-truth/metrics.jsonl").read_text().splitlines()
-    assert all(json.loads(line).get("prm/loss") is None for line in metrics)  # no PRM learns
+        np.testing.assert_allclose(credit[task], expected, atol=1e-4)
+        assert any(credit[task])
+    advantages, valid = steps_of(episodes, "advantage"), steps_of(episodes, "valid")
+    outcome_adv = dict(of_steps_by_rloo(episodes))
+    for task, values in advantages.items():  # A = A^E + alpha * A^S, alpha = 1
+        expected = np.array(outcome_adv[task]) + credit[task] - 0.1 * ~np.array(valid[task])
+        np.testing.assert_allclose(values, expected, atol=1e-4)
+    assert all(row.get("prm/loss") is None for row in table)  # no PRM learns
+    assert all(row["prm/pairs"] for row in table[1:])
 
-    episodes = [e for e in episodes_of(tmp_path, "merged") if e["iteration"] == 2]
+
+def of_steps_by_rloo(episodes):
+    """(task, A^E of all steps of its group) of each group."""
+    for task, outcomes in outcomes_of(episodes).items():
+        group = [e for e in episodes if e["task"] == task]
+        advantages = numpy_rloo(outcomes, [0] * len(outcomes))
+        yield task, [a for a, e in zip(advantages, group) for _ in e["steps"]]
+
+
+def test_merged_rewards_have_one_advantage(home):
+    _, episodes = played(home, "merged", *FLAGS["merged"], "--temperature", "1.3")
     merged, used = {}, steps_of(episodes, "implicit_reward")
-    for episode in episodes:
-        merged.setdefault(episode["task"], []).extend(
-            episode["outcome"] + 0.5 * s["implicit_reward"] for s in episode["steps"]
-        )
+    for e in episodes:
+        values = [e["outcome"] + 0.5 * step["implicit_reward"] for step in e["steps"]]
+        merged.setdefault(e["task"], []).extend(values)
     assert any(any(values) for values in used.values())
     advantages, valid = steps_of(episodes, "advantage"), steps_of(episodes, "valid")
     for task, values in merged.items():
         expected = np.array(numpy_rloo(values, [0] * len(values))) - 0.1 * ~np.array(valid[task])
         np.testing.assert_allclose(advantages[task], expected, atol=1e-4)
-
-    episodes = [e for e in episodes_of(tmp_path, "token") if e["iteration"] == 2]
-    assert any(step["implicit_reward"] for e in episodes for step in e["steps"])
-    spread = [step["advantage"] - step["step_advantage"] for e in episodes for step in e["steps"] if step["valid"]]
-    own = {e["task"]: [f["outcome"] for f in episodes if f["task"] == e["task"]] for e in episodes}
-    places = {e["task"]: 0 for e in episodes}
-    left = iter(spread)
-    for episode in episodes:  # what is not A^S is RLOO's, the same for all tokens
-        task, place = episode["task"], places[episode["task"]]
-        expected = numpy_rloo(own[task], [0] * len(own[task]))[place]
-        places[task] += 1
-        for step in episode["steps"]:
-            if step["valid"]:
-                assert next(left) == pytest.approx(expected, abs=1e-4)
+    assert not all(all(values) for values in valid.values())  # the penalty was felt
 
 
-@pytest.mark.parametrize("script", ISTAR)
-def test_what_does_not_go_together_is_refused(script, tmp_path, monkeypatch):
+def test_of_tokens_the_log_has_sums_and_means(home):
+    """What is not A^S is RLOO's, the same for all tokens of an episode."""
+    table, episodes = played(home, "token", *FLAGS["token"], "--temperature", "1.3")
+    rewards = steps_of(episodes, "implicit_reward")
+    assert any(any(values) for values in rewards.values())
+    advantages, credit = steps_of(episodes, "advantage"), steps_of(episodes, "step_advantage")
+    valid = steps_of(episodes, "valid")
+    assert any(any(values) for values in credit.values())
+    for task, expected in of_steps_by_rloo(episodes):
+        expected = np.array(expected) + credit[task] - 0.1 * ~np.array(valid[task])
+        np.testing.assert_allclose(advantages[task], expected, atol=1e-4)
+    assert all(row["prm/loss"] for row in table[1:])
+
+
+def test_without_its_flags_it_is_istar(home):
+    """Bit for bit: every logged number, every step's numbers and the weights that come of it."""
+    ablations = played(home, "without")
+    istar = played(home, "istar", script="istar_webshop")
+    assert [*map(without_times, ablations[0])] == [*map(without_times, istar[0])]
+    assert ablations[1] == istar[1] and any(row.get("prm/loss") for row in istar[0])
+    policies = [home / "runs" / name / "policy/model.safetensors" for name in ("without", "istar")]
+    assert same_tensors(*policies) == []
+
+
+# ------------ flags ------------
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    def said(*flags):
+        done = run_main(SCRIPT, *small(SCRIPT), *flags, cwd=tmp_path, check=False)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+        assert not list(tmp_path.iterdir())
+        return done.stderr
+
     token = ["--granularity", "token"]
-    said = in_process(script, monkeypatch, tmp_path, "x", *token)
-    assert said.startswith("--ratio step: ") and "--granularity token" in said
+    assert said(*token).startswith("--ratio step: ") and "--granularity token" in said(*token)
     for other in (["--merge-rewards"], ["--step-reward", "ground-truth"]):
-        said = in_process(script, monkeypatch, tmp_path, "x", *token, "--ratio", "token", *other)
-        assert said.startswith("--granularity token: ") and other[0] in said
+        refused = said(*token, "--ratio", "token", *other)
+        assert refused.startswith("--granularity token: ") and other[0] in refused
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_ablations_are_flags_of_one_script_alone(script):
+    names = {field.name for field in fields(load(script).Args)}
+    own = {"step_reward", "merge_rewards", "granularity"}
+    assert names & own == (own if script == SCRIPT else set())
 
 
 @pytest.mark.parametrize("script", scripts_with("by_token", "flatten"))
 def test_by_token_keeps_sums(script):
     """A token's step is itself, its trajectory that of its step."""
-    from conftest import random_trajectories
-
     module = load(script)
     batch = module.flatten(random_trajectories(module))
     tokens = module.by_token(batch)
     assert torch.equal(tokens.step_traj, batch.step_traj[batch.token_step])
     values = torch.randn(len(batch.token_step))
-    assert torch.equal(module.ratio_units(values, tokens.token_step, len(values), "step"), values)
+    assert torch.equal(module.sum_per_step(values, tokens), values)
+    assert torch.equal(module.per_ratio(values, tokens.token_step, "step"), values)

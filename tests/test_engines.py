@@ -1,6 +1,8 @@
-"""Engines: what they sample has the trainer's log-probabilities, before and after updates that move everything.
+"""Engines: what they sample has the trainer's log-probabilities, before and after updates that move
+everything.
 
-vLLM runs in one process of its own (this file, as a script), which measures; the tests look at what it measured.
+vLLM runs in one process of its own (this file, as a script), which measures; the tests look at what
+it measured.
 """
 
 import copy
@@ -9,49 +11,65 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
+
+from runtime.batching import batch_logprobs
+from runtime.engines import HfEngine, VllmEngine
+from runtime.networks import add_adapter
 
 import pytest
 import torch
-from conftest import TINY, load, random_model, scripts_with, settings
+from conftest import ROOT, TINY, load, network, random_model, scripts_with, settings
 from transformers import AutoModelForCausalLM
 
 STOP = json.loads((TINY / "config.json").read_text())["eos_token_id"]
 
 
 def contexts_of(model, count: int = 6, longest: int = 400) -> list[list[int]]:
-    """Random ids of unequal lengths; long, so that blocks of the prefix cache fill, and with a common beginning."""
+    """Random ids of unequal lengths; long, so that blocks of the prefix cache fill, and with a
+    common beginning."""
     rng, vocabulary = random.Random(0), model.config.vocab_size
-    common = [rng.randrange(3, vocabulary) for _ in range(longest // 2)]
-    return [
-        common[: rng.randint(5, 400)] + [rng.randrange(3, vocabulary) for _ in range(20 * i + 3)] for i in range(count)
-    ]
+
+    def some(number):
+        return [rng.randrange(3, vocabulary) for _ in range(number)]
+
+    common = some(longest // 2)
+    return [common[: rng.randint(5, longest)] + some(20 * i + 3) for i in range(count)]
 
 
 def tiny():
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
 
 
-def gap(module, engine, model, args, contexts) -> float:
-    """The largest difference between the engine's and the trainer's log-probability of a token that it samples now."""
-    return gap_of(module, model, args, zip(contexts, engine.generate(contexts, args.temperature)))
+def adapted(model, *names: str):
+    """The model with adapters of these names, computing with the policy's and training it."""
+    for name in names:
+        model = add_adapter(model, name, 4)
+    return network(model).activate()
 
 
-def gap_of(module, model, args, samples) -> float:
+def gap(engine, model, args, contexts) -> float:
+    """The largest difference between the engine's and the trainer's log-probability of a token that
+    it samples now."""
+    return gap_of(model, args, zip(contexts, engine.generate(contexts, args.temperature)))
+
+
+def gap_of(model, args, samples) -> float:
     """The same of samples (context, (ids, log-probabilities))."""
-    trajectories, theirs = [], []
+    module, trajectories = load(scripts_with("flatten", "main")[0]), []
     for context, (ids, logprobs) in samples:
         assert 1 <= len(ids) <= args.max_action_tokens and len(ids) == len(logprobs)
         assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == args.max_action_tokens)
-        step = module.Step("", "", True, 0.0, 0.0, None, logprobs)
-        trajectories.append(module.Trajectory(0, context + ids, [-1] * len(context) + [0] * len(ids), 0.0, [step]))
-        theirs += logprobs
-    ours = module.score_tokens(model, module.flatten(trajectories), args, "")
-    return (ours - torch.tensor(theirs)).abs().max().item()
+        step = module.Step("", "", True, engine_logprobs=logprobs)
+        step_ids = [-1] * len(context) + [0] * len(ids)
+        trajectories.append(module.Trajectory(0, context + ids, step_ids, 0.0, [step]))
+    batch = module.flatten(trajectories)
+    ours = batch_logprobs(network(model), batch, args)
+    return (ours - batch.engine_logprobs).abs().max().item()
 
 
 def move(model, seed: int) -> None:
-    """An update that moves every parameter that trains, embeddings included, by a tenth of its size."""
+    """An update that moves every parameter that trains, embeddings included, by a tenth of its
+    size."""
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -64,39 +82,35 @@ def move(model, seed: int) -> None:
 # ------------ hf ------------
 
 
-@pytest.fixture(params=scripts_with("action_logprobs", "main")[:1])
-def module(request):
-    return load(request.param)
-
-
 @pytest.mark.parametrize("temperature", (1.0, 0.6))
-def test_hf_engine_agrees_with_the_trainer(module, temperature):
+def test_hf_engine_agrees_with_the_trainer(temperature):
     model, args = tiny(), settings(temperature=temperature)
-    engine = module.HfEngine(str(TINY), [STOP], args)
+    engine = HfEngine(str(TINY), [STOP], args)
     for update in range(4):
         if update:
             move(model, update)
         engine.load(model)
-        assert gap(module, engine, model, args, contexts_of(model)) < 1e-3
+        assert gap(engine, model, args, contexts_of(model)) < 1e-3
 
 
-@pytest.mark.parametrize("module", scripts_with("add_adapter", "main")[:1], indirect=True)
-def test_hf_engine_with_a_lora_policy(module):
-    model, args = module.activate(module.add_adapter(tiny(), "policy", 4), "policy"), settings()
-    engine = module.HfEngine(str(TINY), [STOP], args)
+def test_hf_engine_with_a_lora_policy():
+    model, args = adapted(tiny(), "policy"), settings()
+    engine = HfEngine(str(TINY), [STOP], args)
     for update in range(3):
         move(model, update)
         engine.load(model)
-        assert gap(module, engine, model, args, contexts_of(model)) < 1e-3
-    assert gap(module, engine, tiny(), args, contexts_of(model)) > 1e-2  # the adapter is not idle
+        assert gap(engine, model, args, contexts_of(model)) < 1e-3
+    assert gap(engine, tiny(), args, contexts_of(model)) > 1e-2  # the adapter is not idle
 
 
-def test_hf_engine_samples_the_whole_softmax(module):
-    """A model's own sampling settings (top-k, top-p, penalties) may not bend the policy; greedy is greedy."""
+def test_hf_engine_samples_the_whole_softmax():
+    """A model's own sampling settings (top-k, top-p, penalties) may not bend the policy; greedy is
+    greedy."""
     model = random_model(0)
-    model.generation_config.update(do_sample=True, top_k=1, top_p=0.1, temperature=0.1, repetition_penalty=2.0)
+    bending = dict(top_k=1, top_p=0.1, temperature=0.1, repetition_penalty=2.0)
+    model.generation_config.update(do_sample=True, **bending)
     args = settings(max_action_tokens=1)
-    engine = module.HfEngine("", [STOP], args)
+    engine = HfEngine("", [STOP], args)
     engine.load(model)
     torch.manual_seed(0)
     context = [5, 6, 7]
@@ -110,8 +124,9 @@ def test_hf_engine_samples_the_whole_softmax(module):
 
 
 def played(engine, turns: int) -> list[tuple[list[int], list[float]]]:
-    """Samples of a rollout's shape: groups that begin alike, turns of unequal length, episodes that end, a context that
-    comes again, one that goes on otherwise than was sampled (it was cut), and one that nobody has seen before."""
+    """Samples of a rollout's shape: groups that begin alike, turns of unequal length, episodes that
+    end, a context that comes again, one that goes on otherwise than was sampled (it was cut), and
+    one that nobody has seen before."""
     rng, contexts, samples = random.Random(0), [[7] * 30] * 3 + [[8] * 11] * 3, []
     for turn in range(turns):
         torch.manual_seed(turn)
@@ -127,23 +142,28 @@ def played(engine, turns: int) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("engine_memory", (2, 1e-4), ids=("kept", "in parts"))
-def test_hf_engine_keeps_what_it_has_read(module, engine_memory):
-    """Contexts that go on are read from where they ended, and what comes of it are the trainer's log-probabilities."""
+def test_hf_engine_keeps_what_it_has_read(engine_memory):
+    """Contexts that go on are read from where they ended, and what comes of it are the trainer's
+    log-probabilities."""
     model, args = tiny(), settings(max_action_tokens=6, engine_memory=engine_memory)
-    engine, read = module.HfEngine("", [STOP], args), []
+    engine, read = HfEngine("", [STOP], args), []
     engine.load(model)
-    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: read.append(inputs[0].numel()))
+
+    def count(_, inputs, __):
+        read.append(inputs[0].numel())
+
+    hook = model.get_input_embeddings().register_forward_hook(count)
     samples = played(engine, 5)
     hook.remove()
-    assert gap_of(module, model, args, samples) < 1e-4
+    assert gap_of(model, args, samples) < 1e-4
     every = sum(len(context) for context, _ in samples)
     assert (sum(read) < 0.6 * every) == (engine_memory > 1), (sum(read), every)
 
 
-def test_hf_engine_forgets_with_the_weights(module):
+def test_hf_engine_forgets_with_the_weights():
     """After load nothing that the old weights computed is used."""
     model, args, context = tiny(), settings(max_action_tokens=6, engine_memory=2), [7] * 20
-    engine, fresh = (module.HfEngine("", [STOP], args) for _ in range(2))
+    engine, fresh = (HfEngine("", [STOP], args) for _ in range(2))
     engine.load(model)
     engine.generate([context], 1.0)
     move(model, 1)
@@ -159,16 +179,18 @@ def test_hf_engine_forgets_with_the_weights(module):
     assert engine.cache is None
 
 
-def test_hf_engine_reads_a_window_anew(module):
-    """Attention over a window would count what is hidden: such a model's contexts are read from their beginning."""
+def test_hf_engine_reads_a_window_anew():
+    """Attention over a window would count what is hidden: such a model's contexts are read from
+    their beginning."""
     config = tiny().config
     config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 16, 0
     config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     torch.manual_seed(0)
-    model, args = AutoModelForCausalLM.from_config(config), settings(max_action_tokens=6, engine_memory=2)
-    engine = module.HfEngine("", [STOP], args)
+    model = AutoModelForCausalLM.from_config(config)
+    args = settings(max_action_tokens=6, engine_memory=2)
+    engine = HfEngine("", [STOP], args)
     engine.load(model)
-    assert gap_of(module, model, args, played(engine, 4)) < 1e-4
+    assert gap_of(model, args, played(engine, 4)) < 1e-4
 
 
 # ------------ vLLM ------------
@@ -176,39 +198,39 @@ def test_hf_engine_reads_a_window_anew(module):
 
 def measure_vllm() -> dict:
     """Largest differences, by name. The engine starts on the tiny model's file."""
-    module = load(scripts_with("rollout", "main")[0])
     model, args, gaps = tiny(), settings(), {}
     contexts = contexts_of(model)
-    engine = module.VllmEngine(str(TINY), [STOP], args)
-    whole, reset = module.VllmEngine.repack_tied_head, engine.llm.reset_prefix_cache
+    engine = VllmEngine(str(TINY), [STOP], args)
+    whole, reset = VllmEngine.repack_tied_head, engine.llm.reset_prefix_cache
     assert model.config.tie_word_embeddings
-    gaps["start"] = gap(module, engine, model, args, contexts)
+    gaps["start"] = gap(engine, model, args, contexts)
     for update in (1, 2, 3):
         move(model, update)
-        gaps[f"stale {update}"] = gap(module, engine, model, args, contexts)  # the update is felt at all
+        # the update is felt at all
+        gaps[f"stale {update}"] = gap(engine, model, args, contexts)
         engine.load(model)
-        gaps[f"update {update}"] = gap(module, engine, model, args, contexts)
+        gaps[f"update {update}"] = gap(engine, model, args, contexts)
     for temperature in (0.6, 1.4):
         other = settings(temperature=temperature)
-        gaps[f"temperature {temperature}"] = gap(module, engine, model, other, contexts)
-    args.temperature = 1.0
+        gaps[f"temperature {temperature}"] = gap(engine, model, other, contexts)
+
     move(model, 4)
     engine.repack_tied_head = lambda network: None
     engine.load(model)
-    gaps["without the head"] = gap(module, engine, model, args, contexts)
+    gaps["without the head"] = gap(engine, model, args, contexts)
     engine.repack_tied_head = whole
     engine.load(model)
-    gaps["with the head"] = gap(module, engine, model, args, contexts)
+    gaps["with the head"] = gap(engine, model, args, contexts)
+
     move(model, 5)
     engine.llm.reset_prefix_cache = lambda: None
     engine.load(model)
-    gaps["without the reset"] = gap(module, engine, model, args, contexts)
+    gaps["without the reset"] = gap(engine, model, args, contexts)
     engine.llm.reset_prefix_cache = reset
     engine.load(model)
-    gaps["with the reset"] = gap(module, engine, model, args, contexts)
-    policy = module.activate(module.add_adapter(tiny(), "policy", 4), "policy")
-    module.add_adapter(policy, "prm", 4)
-    module.activate(policy, "policy")
+    gaps["with the reset"] = gap(engine, model, args, contexts)
+
+    policy = adapted(tiny(), "policy", "prm")
     for name, parameter in policy.named_parameters():
         if ".prm." in name and "lora_B" in name:
             torch.nn.init.normal_(parameter)  # may not leak into the policy
@@ -216,22 +238,24 @@ def measure_vllm() -> dict:
         move(policy, update)
         before = copy.deepcopy(policy.state_dict())
         engine.load(policy)
-        gaps[f"lora {update}"] = gap(module, engine, policy, args, contexts)
+        gaps[f"lora {update}"] = gap(engine, policy, args, contexts)
         assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
-    gaps["lora against its base"] = gap(module, engine, tiny(), args, contexts)
-    ids, logprobs = zip(*engine.generate(contexts[:2], 0.0))
-    gaps["greedy differs"] = float((ids, logprobs) != tuple(zip(*engine.generate(contexts[:2], 0.0))))
+    gaps["lora against its base"] = gap(engine, tiny(), args, contexts)
+    once, again = ([ids for ids, _ in engine.generate(contexts, 0.0)] for _ in range(2))
+    gaps["greedy differs"] = float(once != again)
+
     dead = engine.llm
 
     def die(*args, **kwargs):
         raise RuntimeError("the engine core died")
 
     dead.generate = die
-    gaps["after its death"] = gap(module, engine, policy, args, contexts)
+    gaps["after its death"] = gap(engine, policy, args, contexts)
     gaps["restarts"] = float(engine.restarts if engine.llm is not dead else -1)
+
     move(policy, 4)
     engine.load(policy)
-    gaps["the new one after an update"] = gap(module, engine, policy, args, contexts)
+    gaps["the new one after an update"] = gap(engine, policy, args, contexts)
     engine.llm.generate = die
     try:
         engine.generate(contexts, 1.0)
@@ -243,7 +267,8 @@ def measure_vllm() -> dict:
 @pytest.fixture(scope="module")
 def gaps():
     pytest.importorskip("vllm")
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=600, env=os.environ)
+    command, own = [sys.executable, __file__], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=own)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -256,6 +281,7 @@ def test_vllm_agrees_with_the_trainer_before_and_after_updates(gaps):
 
 def test_vllm_at_other_temperatures(gaps):
     assert gaps["temperature 0.6"] < 1e-3 and gaps["temperature 1.4"] < 1e-3
+    assert gaps["greedy differs"] == 0
 
 
 def test_vllm_needs_the_tied_head_repacked(gaps):
@@ -268,7 +294,8 @@ def test_vllm_needs_its_prefix_cache_reset(gaps):
 
 
 def test_vllm_takes_a_lora_policy_merged_and_leaves_the_base(gaps):
-    assert all(gaps[f"lora {update}"] < 1e-3 for update in (1, 2, 3)) and gaps["lora against its base"] > 1e-2
+    assert all(gaps[f"lora {update}"] < 1e-3 for update in (1, 2, 3))
+    assert gaps["lora against its base"] > 1e-2
 
 
 def test_vllm_is_replaced_once_when_it_dies_with_the_current_weights(gaps):
@@ -277,5 +304,4 @@ def test_vllm_is_replaced_once_when_it_dies_with_the_current_weights(gaps):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     print(json.dumps(measure_vllm()))

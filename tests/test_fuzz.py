@@ -1,27 +1,35 @@
-"""What a model writes is bad input too: 200,000 answers through the three parsers and through the rollout's layout."""
+"""What a model writes is bad input too: 200,000 answers through the three parsers and through the
+rollout's layout."""
 
 import json
 import random
-from argparse import Namespace
 from functools import cache
-
-import pytest
-from conftest import READY, default_model, environment, load
-from transformers import AutoTokenizer
 
 import envs.sokoban
 import envs.sotopia
 import envs.webshop
-from envs import checkpoints
-from envs.bookkeeping import record
+from runtime.chat import Chat
+from runtime.files import append
+from runtime.report import describe, episode_lines
+from runtime.rounds import faults
+
+import pytest
+import torch
+from conftest import READY, default_model, environment, load
+from transformers import AutoTokenizer
 
 COUNT = 200_000
-SCRIPTS = [next(s for s in READY if s.endswith(world)) for world in sorted({environment(s) for s in READY})]
-TEMPLATE = "<|im_start|> <|im_end|> <|endoftext|> <|im_start|>system <s> </s> [INST] <|eot_id|>".split()
-TAGS = "<think> </think> <action> </action> <THINK> <think <think/> < > </ <action><action> &lt;action&gt;".split()
-WORDS = "up down left right push click[buy now] search[red shirt] click[b0] search[ ] hello Deal. 12 -0 nan".split()
-WORDS += "left the conversation|I take 3 apples.|search[<a>]|click[< prev]|search[[[|\n|\t|  |\r\n".split("|")
-CONTROL = [chr(i) for i in range(32)] + ["\x7f", "\x85", "\u2028", "\u200b", "\u202e", "\ufeff", "\x00"]
+WORLDS = {"sokoban": "Sokoban", "webshop": "WebShop", "sotopia": "Sotopia"}
+SCRIPTS = [next(s for s in READY if environment(s) == world) for world in sorted(WORLDS)]
+TEMPLATE = "<|im_start|> <|im_end|> <|endoftext|> <|im_start|>system <s> </s> [INST] <|eot_id|>"
+TEMPLATE = TEMPLATE.split()
+TAGS = "<think> </think> <action> </action> <THINK> <think <think/> < > </ <action><action>"
+TAGS = [*TAGS.split(), "&lt;action&gt;"]
+WORDS = "up|down|left|right|push|click[buy now]|search[red shirt]|click[b0]|search[ ]|hello|Deal."
+WORDS += "|12|-0|nan|left the conversation|I take 3 apples.|search[<a>]|click[< prev]|search[[["
+WORDS = [*WORDS.split("|"), "\n", "\t", "  ", "\r\n"]
+CONTROL = [chr(i) for i in range(32)]
+CONTROL += ["\x7f", "\x85", "\u2028", "\u200b", "\u202e", "\ufeff", "\x00"]
 
 
 def piece(rng: random.Random) -> str:
@@ -29,48 +37,42 @@ def piece(rng: random.Random) -> str:
     if kind == 0:
         return rng.randbytes(rng.randint(1, 12)).decode("latin-1")
     if kind == 1:
-        return "".join(chr(rng.choice((rng.randrange(0x300), rng.randrange(0xD800), rng.randrange(0xE000, 0x110000))))
-                       for _ in range(rng.randint(1, 6)))  # fmt: skip
+        ranges = ((0, 0x300), (0, 0xD800), (0xE000, 0x110000))
+        return "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randint(1, 6)))
     return rng.choice((CONTROL, TEMPLATE, TAGS, WORDS)[kind - 2])
 
 
 def nasty(rng: random.Random) -> str:
     """A model's whole response: pieces alone, or where an answer has its thought or its action."""
     junk = "".join(piece(rng) for _ in range(rng.randint(0, 8)))
-    form = rng.randrange(5)
+    form, word = rng.randrange(5), rng.choice(WORDS)
     if form == 0:
         return junk
     if form == 1:
-        return f"<think>{junk}</think><action>{rng.choice(WORDS)}</action>"
+        return f"<think>{junk}</think><action>{word}</action>"
     if form == 2:
-        return f"<think>{rng.choice(WORDS)}</think> <action>{junk}</action>{rng.choice(CONTROL + [''])}"
+        return f"<think>{word}</think> <action>{junk}</action>{rng.choice(CONTROL + [''])}"
     if form == 3:
-        return f"<think><think>{junk}</think><action>up</action></think><action>{rng.choice(WORDS)}</action>"
-    return f"<action>{junk}</action><think>{rng.choice(WORDS)}</think>"
+        return f"<think><think>{junk}</think><action>up</action></think><action>{word}</action>"
+    return f"<action>{junk}</action><think>{word}</think>"
+
+
+REPEATED = ["<think>", "<", " ", "a", "\n", "</action>", "<think></think>", "[", "click[", "𝕏"]
+REPEATED += ["\x00", "<|im_end|>"]
 
 
 def long_ones():
     """A megabyte each: what a regular expression might choke on."""
-    for unit in (
-        "<think>",
-        "<",
-        " ",
-        "a",
-        "\n",
-        "</action>",
-        "<think></think>",
-        "[",
-        "click[",
-        "𝕏",
-        "\x00",
-        "<|im_end|>",
-    ):
-        yield unit * (1_000_000 // len(unit))
-        yield f"<think>{unit * (1_000_000 // len(unit))}</think><action>up</action>"
-        yield f"<think>a</think><action>{unit * (1_000_000 // len(unit))}</action>"
+    for unit in REPEATED:
+        text = unit * (1_000_000 // len(unit))
+        yield text
+        yield f"<think>{text}</think><action>up</action>"
+        yield f"<think>a</think><action>{text}</action>"
 
 
-@pytest.mark.parametrize("world", [envs.sokoban, envs.webshop, envs.sotopia], ids=lambda w: w.__name__)
+@pytest.mark.parametrize(
+    "world", [envs.sokoban, envs.webshop, envs.sotopia], ids=lambda w: w.__name__
+)
 def test_parsers_take_everything(world):
     rng, taken = random.Random(0), 0
     for number in range(COUNT):
@@ -86,70 +88,89 @@ def test_parsers_take_everything(world):
 
 
 class Engine:
-    """Samples nasty answers: encoded as the model's vocabulary has them, or ids drawn at random, control ids too."""
+    """Samples nasty answers: encoded as the model's vocabulary has them, or ids drawn at random,
+    control ids too."""
 
     def __init__(self, tokenizer, longest: int, stop: int):
-        self.tokenizer, self.longest, self.stop, self.rng, self.count = tokenizer, longest, stop, random.Random(1), 0
+        self.tokenizer, self.longest, self.stop = tokenizer, longest, stop
+        self.rng, self.count = random.Random(1), 0
 
     def generate(self, contexts, temperature):
-        samples = []
-        for _ in contexts:
-            if self.rng.random() < 0.7:
-                control = self.rng.random() < 0.5  # a template token in a text as one control id, or spelt out
-                ids = self.tokenizer.encode(nasty(self.rng), add_special_tokens=False, split_special_tokens=not control)
-            else:
-                ids = [self.rng.randrange(len(self.tokenizer)) for _ in range(self.rng.randint(1, 12))]
-            ids = ids[: ids.index(self.stop)] if self.stop in ids else ids
-            ids = (ids[: self.longest - 1] + [self.stop] * self.rng.randrange(2))[: self.longest]
-            samples.append((ids or [self.stop], [-1.0] * max(1, len(ids))))
-        self.count += len(samples)
-        return samples
+        self.count += len(contexts)
+        return [self.sample() for _ in contexts]
+
+    def sample(self):
+        rng, encode = self.rng, self.tokenizer.encode
+        if rng.random() < 0.7:
+            spelt = (
+                rng.random() >= 0.5
+            )  # a template token in a text as one control id, or spelt out
+            ids = encode(nasty(rng), add_special_tokens=False, split_special_tokens=spelt)
+        else:
+            ids = [rng.randrange(len(self.tokenizer)) for _ in range(rng.randint(1, 12))]
+        ids = ids[: ids.index(self.stop)] if self.stop in ids else ids
+        ids = (ids[: self.longest - 1] + [self.stop] * rng.randrange(2))[: self.longest]
+        ids = ids or [self.stop]
+        return ids, [-1.0] * len(ids)
 
 
 @cache
-def world_of(script):
-    """The script's environment of its defaults."""
+def world_of(script, partner):
+    """(module, arguments, environment) of the script with its defaults; in SOTOPIA against this
+    partner."""
     module = load(script)
     args = module.Args()
-    return (
-        module,
-        args,
-        next(getattr(module, n) for n in ("Sokoban", "WebShop", "Sotopia") if hasattr(module, n)).from_args(args),
-    )
+    if environment(script) == "sotopia":
+        args.world.partner = partner
+    return module, args, getattr(module, WORLDS[environment(script)]).from_args(args)
+
+
+def assert_layout(t, chat, control: set[int]) -> None:
+    """The words of an episode in one sequence have the template's own control tokens, and no
+    other."""
+    pairs = [*zip(t.token_ids, t.step_ids)]
+    found = sum(i in control for i, step in pairs if step < 0)
+    own = sum(i in control for i in chat.head + chat.answer)
+    between = sum(i in control for i in chat.between + chat.answer)
+    (stop,) = chat.stop_ids
+    stopped = sum(i == stop for i, step in pairs if step >= 0)  # the template's is not fed again
+    last = pairs[-1][0] == stop and pairs[-1][1] >= 0  # nothing follows it
+    expected = own + (len(t.steps) - 1) * between - (stopped - last)
+    assert found == expected, "a template token came from a text"
 
 
 @pytest.mark.parametrize("history", (0, 2))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_rollout_takes_everything(script, history, tmp_path):
-    """No exception, no environment that raised, no control token but the template's own and the sampled ones, and what
-    is recorded is JSON."""
-    module, args, env = world_of(script)
+    """No exception, no environment that raised, no control token but the template's own and the
+    sampled ones, and what is recorded is JSON."""
+    # with "self" each side hears what the other wrote
+    module, args, env = world_of(script, "scripted" if history else "self")
     args.history = history
     tokenizer = AutoTokenizer.from_pretrained(default_model(script))
     stop = tokenizer.eos_token_id
-    chat, engine = module.Chat(tokenizer, [stop]), Engine(tokenizer, args.max_action_tokens, stop)
-    control = set(tokenizer.all_special_ids) | {tokenizer.convert_tokens_to_ids(t) for t in TEMPLATE[:2]}
-    wanted, rng, tasks = COUNT // (2 * len(SCRIPTS)), random.Random(2), env.train_tasks
-    checkpoints.faults.clear()
+    chat, engine = Chat(tokenizer, [stop]), Engine(tokenizer, args.max_action_tokens, stop)
+    control = set(tokenizer.all_special_ids)
+    control |= {tokenizer.convert_tokens_to_ids(token) for token in TEMPLATE[:2]}
+    wanted, rng = COUNT // (2 * len(SCRIPTS)), random.Random(2)
+    faults.clear()
+    valid, file = 0, tmp_path / "episodes.jsonl"
     while engine.count < wanted:
-        chosen = sorted(rng.choices(tasks, k=64))
-        trajectories = module.rollout(env, engine, chat, chosen, args, 1.0, "fuzz")
+        tasks = sorted(rng.choices(env.train_tasks, k=64))
+        trajectories = module.rollout(env, engine, chat, tasks, args, 1.0, "fuzz")
         for t in trajectories:
-            assert len(t.token_ids) == len(t.step_ids) and {*t.step_ids} == {-1, *range(len(t.steps))}
-            for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
-                words = [i for i, step in zip(t.token_ids[start:end], t.step_ids[start:end]) if step < 0]
-                turns = len({step for step in t.step_ids[start:end] if step >= 0})
-                if history:
-                    continue  # a window's earlier actions are words there; the whole history shows the layout
-                own = sum(i in control for i in chat.head + chat.answer)
-                between = sum(i in control for i in chat.between + chat.answer)
-                found = sum(i in control for i in words)
-                stopped = sum(i == stop for i, step in zip(t.token_ids[start:end], t.step_ids[start:end]) if step >= 0)
-                last = t.token_ids[end - 1] == stop and t.step_ids[end - 1] >= 0
-                assert found == own + (turns - 1) * between - (stopped - last), "a template token came from a text"
+            assert len(t.token_ids) == len(t.step_ids)
+            assert {*t.step_ids} == {-1, *range(len(t.steps))}
+            valid += sum(step.valid for step in t.steps)
+            if not history:  # in a window earlier actions are words
+                assert_layout(t, chat, control)
         if engine.count < 5000:
-            row = {"iteration": 0, "time/elapsed": 0.0, "eval/success": 0.0, "eval/return": 0.0}
-            record(tmp_path, [], row, Namespace(log=lambda row, step: None), trajectories)
-    assert not checkpoints.faults
-    for line in (tmp_path / "episodes.jsonl").read_bytes().split(b"\n")[:-1]:
+            column = torch.zeros(sum(len(t.steps) for t in trajectories))
+            append(file, episode_lines({"iteration": 0}, trajectories, {"advantage": column}))
+            assert "train/faults" not in describe(trajectories, "train", env)
+    assert not faults
+    assert 0 < valid < engine.count  # both ways were taken
+    lines = file.read_bytes().split(b"\n")
+    assert len(lines) > 64 and lines.pop() == b""
+    for line in lines:
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))

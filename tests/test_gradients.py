@@ -1,12 +1,25 @@
-"""Gradients: two passes equal plain autograd, micro-batches equal one batch, padding and order change nothing."""
+"""Gradients: those of the scripts equal plain autograd; micro-batches equal one batch; padding and
+order change nothing."""
 
 import copy
 import math
 import random
 
+from runtime import batching
+from runtime.batching import batch_logprobs, micro_batches, padded
+from runtime.networks import action_logprobs, add_adapter, policy_weights, trainable
+
 import pytest
 import torch
-from conftest import VOCABULARY, load, random_model, random_trajectories, scripts_with, settings
+from conftest import (
+    VOCABULARY,
+    load,
+    network,
+    random_model,
+    random_trajectories,
+    scripts_with,
+    settings,
+)
 
 BUDGETS = (1, 40, 100, 8192)  # one sequence a micro-batch, a few, all
 
@@ -15,7 +28,7 @@ class Capture:
     """An optimizer that keeps the gradients instead of following them."""
 
     def __init__(self, model):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = trainable(model)
         self.param_groups = [{"params": self.parameters}]
 
     def zero_grad(self):
@@ -23,7 +36,13 @@ class Capture:
             parameter.grad = None
 
     def step(self):
-        self.gradient = flat(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters)
+        zeros = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters)
+        self.gradient = flat(zeros)
+
+
+def captured(model, name: str = "policy"):
+    """The model as a Network whose optimizer is a Capture."""
+    return network(model, Capture(model), name)
 
 
 def flat(tensors):
@@ -37,7 +56,8 @@ def assert_same(gradient, expected):
 
 
 def plain_logprobs(model, trajectories, temperature=1.0):
-    """[trajectory][step] -> log-probabilities of its tokens: one sequence at a time, no padding, all logits."""
+    """[trajectory][step] -> log-probabilities of its tokens: one sequence at a time, no padding,
+    all logits."""
     result = []
     for t in trajectories:
         steps = [[] for _ in t.steps]
@@ -46,19 +66,24 @@ def plain_logprobs(model, trajectories, temperature=1.0):
             logprobs = torch.log_softmax(model(input_ids=ids).logits[0].float() / temperature, -1)
             for place in range(start + 1, end):
                 if t.step_ids[place] >= 0:
-                    steps[t.step_ids[place]].append(logprobs[place - start - 1, t.token_ids[place]])
+                    logprob = logprobs[place - start - 1, t.token_ids[place]]
+                    steps[t.step_ids[place]].append(logprob)
         result.append(steps)
     return result
 
 
 def gradient_of(loss, model):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return flat(torch.autograd.grad(loss, parameters))
+    return flat(torch.autograd.grad(loss, trainable(model)))
 
 
-def prm_model(module, seed=0):
+def new_prm():
+    """A PRM as a run begins with it: the identity."""
+    return add_adapter(random_model(0), "prm", 4)
+
+
+def prm_model(seed=0):
     """A random model with a PRM adapter that is not the identity any more."""
-    model = module.activate(module.add_adapter(random_model(seed), "prm", 4), "prm")
+    model = add_adapter(random_model(seed), "prm", 4)
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -66,8 +91,8 @@ def prm_model(module, seed=0):
     return model
 
 
-def old_logprobs_of(module, batch, args):
-    return module.score_tokens(random_model(0), batch, args, "")
+def old_logprobs_of(batch, args):
+    return batch_logprobs(network(random_model(0)), batch, args)
 
 
 def history(value):
@@ -84,12 +109,12 @@ def trainer(request):
     return load(request.param)
 
 
-# ------------ the PRM: trajectory DPO in two passes ------------
+# ------------ the PRM: trajectory DPO ------------
 
 
 def plain_prm_gradient(model, trajectories, old, pairs, args):
-    """Autograd of mean -log sigmoid(beta (L+ - L-)) + mean relu(|log ratio| - bound)^2, written out; the
-    second sum is over the trajectories that stand in a pair, its mean over all steps."""
+    """Autograd of mean -log sigmoid(beta (L+ - L-)) + mean relu(|log ratio| - bound)^2, written
+    out; the second sum is over the trajectories that stand in a pair, its mean over all steps."""
     flat_old, ratios = iter(old.tolist()), []
     for steps in plain_logprobs(model, trajectories, args.temperature):
         ratios.append([sum(token - next(flat_old) for token in step) for step in steps])
@@ -100,8 +125,10 @@ def plain_prm_gradient(model, trajectories, old, pairs, args):
             sides = [side[: min(map(len, sides))] for side in sides]
         sums = [sum(side) / (len(side) if args.prm_reduce == "mean" else 1) for side in sides]
         losses.append(torch.log1p(torch.exp(-args.beta * (sums[0] - sums[1]))))
+
     compared = {trajectory for pair in pairs for trajectory in pair}
-    drifts = [torch.relu(abs(r) - args.prm_drift_bound) ** 2 for number in compared for r in ratios[number]]
+    steps = [ratio for number in compared for ratio in ratios[number]]
+    drifts = [torch.relu(abs(ratio) - args.prm_drift_bound) ** 2 for ratio in steps]
     return gradient_of(sum(losses) / len(losses) + sum(drifts) / sum(map(len, ratios)), model)
 
 
@@ -117,52 +144,91 @@ def plain_prm_gradient(model, trajectories, old, pairs, args):
     ids=str,
 )
 def test_dpo_gradient_equals_autograd_for_any_micro_batch(istar, changes, history):
-    model, trajectories = prm_model(istar), random_trajectories(istar, groups=4, history=history)
+    prm, trajectories = prm_model(), random_trajectories(istar, groups=4, history=history)
     for trajectory in trajectories[4:8]:
         trajectory.outcome = 1.0  # a group of one outcome stands in no pair
-    batch, optimizer = istar.flatten(trajectories), Capture(model)
+    prm, batch = captured(prm, "prm"), istar.flatten(trajectories)
     args = settings(beta=0.5, **changes)
-    old = old_logprobs_of(istar, batch, args)
+    old = old_logprobs_of(batch, args)
     pairs = istar.preference_pairs(batch.outcomes, batch.group)
-    expected = plain_prm_gradient(model, trajectories, old, pairs, args)
-    for budget in BUDGETS:
-        args.micro_batch_tokens = budget
-        stats = istar.prm_update(model, optimizer, batch, old, pairs, args)
-        assert_same(optimizer.gradient, expected)
-        assert stats["prm/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+    expected = plain_prm_gradient(prm.model, trajectories, old, pairs, args)
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        stats = istar.prm_update(prm, batch, old, pairs, args)
+        assert_same(prm.optimizer.gradient, expected)
+        assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+
+
+@history((False, True))
+def test_what_a_group_has_beyond_the_budget_is_computed_again(istar, history, monkeypatch):
+    """The graphs of at most --micro-batch-tokens wait for the loss of a bundle; passes beyond are
+    run a second time for the backward pass, and the gradient is the same."""
+    prm = captured(prm_model(), "prm")
+    batch = istar.flatten(random_trajectories(istar, history=history))
+    args, gradients, bundles, forwards = settings(prm_drift_bound=0.05), [], [], []
+    old = old_logprobs_of(batch, args)
+    pairs = istar.preference_pairs(batch.outcomes, batch.group)
+    real = istar.pair_bundles
+
+    def noted(*given):
+        for bundle_pairs, micros in real(*given):
+            bundles.append(micros)
+            yield bundle_pairs, micros
+
+    monkeypatch.setattr(istar, "pair_bundles", noted)
+    prm.model.get_input_embeddings().register_forward_hook(lambda *_: forwards.append(1))
+    for budget in reversed(BUDGETS):
+        bundles.clear(), forwards.clear()
+        args.run_args.micro_batch_tokens = budget
+        istar.prm_update(prm, batch, old, pairs, args)
+        gradients.append(prm.optimizer.gradient)
+        assert_same(gradients[-1], gradients[0])
+
+        passes = [micro for micros in bundles for micro in micros]
+        again = [micro for micro in passes if micro.recompute]
+        assert len(forwards) == len(passes) + len(again)
+        assert bool(again) == (budget < 8192)
+        for micros in bundles:
+            waiting = sum(micro.ids.numel() for micro in micros if not micro.recompute)
+            total = sum(micro.ids.numel() for micro in micros)
+            assert waiting <= budget and (waiting == total) == (total <= budget)
+    assert len(bundles) == 3  # with the smallest budget each group is a bundle
 
 
 def test_drift_beyond_the_bound_is_what_adds_to_the_gradient(istar):
     """The case above with a bound tests nothing unless the penalty is felt."""
-    model, trajectories = prm_model(istar), random_trajectories(istar)
-    batch, optimizer, gradients = istar.flatten(trajectories), Capture(model), []
+    prm, gradients = captured(prm_model(), "prm"), []
+    batch = istar.flatten(random_trajectories(istar))
+    pairs = istar.preference_pairs(batch.outcomes, batch.group)
     for bound in (0.05, 1e9):
         args = settings(prm_drift_bound=bound)
-        pairs = istar.preference_pairs(batch.outcomes, batch.group)
-        istar.prm_update(model, optimizer, batch, old_logprobs_of(istar, batch, args), pairs, args)
-        gradients.append(optimizer.gradient)
+        istar.prm_update(prm, batch, old_logprobs_of(batch, args), pairs, args)
+        gradients.append(prm.optimizer.gradient)
     assert (gradients[0] - gradients[1]).norm() > 0.1 * gradients[1].norm()
 
 
+def plant(trajectories):
+    """Winners say 7 and losers 8, in the middle of noise."""
+    for t in trajectories:
+        said = 7 if t.outcome else 8
+        t.token_ids = [said if s >= 0 else i for i, s in zip(t.token_ids, t.step_ids)]
+    return trajectories
+
+
 def test_prm_learns_a_planted_difference(istar):
-    """Winners say 7, losers 8, in the middle of noise: pairs never learnt from are ranked right, the adapter moves."""
+    """Pairs never learnt from are ranked right, and only the adapter moves."""
 
     def planted(seed):
-        trajectories = random_trajectories(istar, seed, groups=4)
-        for t in trajectories:
-            for place, step in enumerate(t.step_ids):
-                t.token_ids[place] = (7 if t.outcome else 8) if step >= 0 else t.token_ids[place]
-        batch = istar.flatten(trajectories)
-        return batch, old_logprobs_of(istar, batch, args), istar.preference_pairs(batch.outcomes, batch.group)
+        batch = istar.flatten(plant(random_trajectories(istar, seed, groups=4)))
+        pairs = istar.preference_pairs(batch.outcomes, batch.group)
+        return batch, old_logprobs_of(batch, args), pairs
 
-    args = settings(prm_drift_bound=1.0)
-    model = istar.activate(istar.add_adapter(random_model(0), "prm", 4), "prm")
+    args, model = settings(prm_drift_bound=1.0), new_prm()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    stats = [istar.prm_update(model, optimizer, *planted(seed), args) for seed in range(30)]
-    assert stats[0]["prm/pair_accuracy"] == 0.0 and stats[0]["prm/margin"] == 0.0  # it starts as the policy
-    assert stats[0]["prm/loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["prm/grad_norm"] > 0
-    assert stats[-1]["prm/pair_accuracy"] > 0.9 and stats[-1]["prm/margin"] > 0
+    prm = network(model, torch.optim.AdamW(trainable(model), lr=3e-3), "prm")
+    stats = [istar.prm_update(prm, *planted(seed), args) for seed in range(30)]
+    assert stats[0]["pair_accuracy"] == 0.0 and stats[0]["margin"] == 0.0  # it starts as the policy
+    assert stats[0]["loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["grad_norm"] > 0
+    assert stats[-1]["pair_accuracy"] > 0.9 and stats[-1]["margin"] > 0
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name}
 
@@ -175,7 +241,8 @@ def plain_policy_gradient(model, trajectories, old, advantages, args):
     flat_old, flat_advantages, terms = iter(old.tolist()), iter(advantages.tolist()), []
     for steps in plain_logprobs(model, trajectories, args.temperature):
         for step in steps:
-            advantage, logratios = next(flat_advantages), [token - next(flat_old) for token in step]
+            advantage = next(flat_advantages)
+            logratios = [token - next(flat_old) for token in step]
             if args.ratio != "token":
                 logratios = [sum(logratios) / (len(logratios) if args.ratio == "step-mean" else 1)]
             for logratio in logratios:
@@ -186,93 +253,122 @@ def plain_policy_gradient(model, trajectories, old, advantages, args):
 
 
 def policy_case(module, history=False, seed=0):
-    """(model, trajectories, batch, old log-probabilities of another model, advantages)."""
+    """(policy, trajectories, batch, old log-probabilities of another model, advantages)."""
     trajectories = random_trajectories(module, seed, history=history)
-    batch, model = module.flatten(trajectories), random_model(0)
+    batch, policy = module.flatten(trajectories), captured(random_model(0))
     torch.manual_seed(seed)
-    old = module.score_tokens(model, batch, settings(), "") + 0.15 * torch.randn(len(batch.token_step))
-    return model, trajectories, batch, old, torch.randn(len(batch.step_traj))
+    old = batch_logprobs(policy, batch, settings())
+    old = old + 0.15 * torch.randn(len(batch.token_step))
+    return policy, trajectories, batch, old, torch.randn(len(batch.step_traj))
 
 
 @history((False, True))
 @pytest.mark.parametrize("ratio", ("step", "step-mean", "token"))
 def test_policy_gradient_equals_autograd_for_any_micro_batch(trainer, ratio, history):
-    model, trajectories, batch, old, advantages = policy_case(trainer, history)
-    args, optimizer = settings(ratio=ratio), Capture(model)
-    expected, stats = plain_policy_gradient(model, trajectories, old, advantages, args), []
-    for args.micro_batch_tokens in BUDGETS:
-        stats.append(trainer.policy_update(model, optimizer, batch, old, advantages, args))
-        assert_same(optimizer.gradient, expected)
+    policy, trajectories, batch, old, advantages = policy_case(trainer, history)
+    args, stats = settings(ratio=ratio), []
+    expected = plain_policy_gradient(policy.model, trajectories, old, advantages, args)
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        stats.append(trainer.policy_update(policy, batch, old, advantages, args))
+        assert_same(policy.optimizer.gradient, expected)
         assert stats[-1] == pytest.approx(stats[0], rel=1e-4)
-    assert 0.05 < stats[0]["policy/clip_fraction"] < 0.95  # both branches were taken
+    assert 0.05 < stats[0]["clip_fraction"] < 0.95  # both branches were taken
 
 
-def test_unknown_old_logprobs_are_those_of_the_update(trainer):
-    """One optimiser step on what the policy itself has played: no pass of its own is needed for them."""
-    model, _, batch, _, advantages = policy_case(trainer)
-    args, one, two = settings(), Capture(model), Capture(model)
-    old = trainer.score_tokens(model, batch, args, "")
-    stats = [trainer.policy_update(model, one, batch, old, advantages, args)]
-    unknown = torch.full_like(old, math.nan)
-    stats.append(trainer.policy_update(model, two, batch, unknown, advantages, args))
-    assert_same(two.gradient, one.gradient)
-    assert stats[1] == pytest.approx(stats[0], rel=1e-4, abs=1e-6)
-    assert stats[1]["policy/ratio"] == 1 and stats[1]["policy/approx_kl"] == 0
-    felt = ~unknown.isnan()
-    assert felt.any() and torch.allclose(unknown[felt], old[felt], atol=1e-6)
+@pytest.mark.parametrize("ratio", ("step", "token"))
+def test_unknown_old_logprobs_are_those_of_the_update(trainer, ratio):
+    """One optimiser step on what the policy itself has played: no pass of its own is needed for
+    them, and the update tells how far the engine was from them."""
+    policy, _, batch, _, advantages = policy_case(trainer)
+    args = settings(ratio=ratio)
+    old = batch_logprobs(policy, batch, args)
+    engine_logprobs = old + torch.linspace(0.0, 0.1, len(old))
+    batch = batch._replace(engine_logprobs=engine_logprobs)
+    known = trainer.policy_update(policy, batch, old, advantages, args)
+    expected = policy.optimizer.gradient
+
+    for args.run_args.micro_batch_tokens in (8192, 40):
+        unknown = trainer.policy_update(policy, batch, None, advantages, args)
+        assert_same(policy.optimizer.gradient, expected)
+        assert unknown["ratio"] == 1 and unknown["approx_kl"] == 0
+        gap = unknown.pop("engine_gap")
+        assert unknown == pytest.approx(known, rel=1e-4, abs=1e-6)
+        if ratio == "token":  # micro-batches have the weight of their ratios
+            assert gap == pytest.approx(0.05, rel=1e-3)
+        assert 0.04 < gap < 0.06
+    assert "engine_gap" not in known
+
+
+def test_where_no_step_teaches_the_update_says_so_and_moves_nothing(trainer):
+    """All groups dead and all answers valid: every number is there, and 0."""
+    _, _, batch, old, advantages = policy_case(trainer)
+    names = ["loss", "ratio", "approx_kl", "clip_fraction", "grad_norm", "skipped"]
+    for given, told in ((old, names), (None, [*names, "engine_gap"])):
+        model = random_model(0)
+        before = [p.detach().clone() for p in model.parameters()]
+        policy = network(model, torch.optim.AdamW(model.parameters(), weight_decay=0.0))
+        stats = trainer.policy_update(
+            policy, batch, given, torch.zeros_like(advantages), settings()
+        )
+        assert stats == dict.fromkeys(told, 0.0)
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before))
 
 
 def test_temperature_is_in_the_gradient(trainer):
-    model, trajectories, batch, old, advantages = policy_case(trainer)
-    args, optimizer = settings(temperature=0.6), Capture(model)
-    trainer.policy_update(model, optimizer, batch, old, advantages, args)
-    assert_same(optimizer.gradient, plain_policy_gradient(model, trajectories, old, advantages, args))
+    policy, trajectories, batch, old, advantages = policy_case(trainer)
+    args = settings(temperature=0.6)
+    trainer.policy_update(policy, batch, old, advantages, args)
+    expected = plain_policy_gradient(policy.model, trajectories, old, advantages, args)
+    assert_same(policy.optimizer.gradient, expected)
 
 
-def test_minibatches_share_the_trajectories(trainer):
-    """Every trajectory is in one minibatch: with a policy that does not move, they average to the whole gradient."""
-    model, trajectories, batch, old, advantages = policy_case(trainer, history=True)
-    args, seen = settings(minibatches=4, ratio="token"), []
+def test_minibatches_share_the_trajectories(trainer, monkeypatch):
+    """Every trajectory is in one minibatch: with a policy that does not move, they average to the
+    whole gradient."""
+    policy, trajectories, batch, old, advantages = policy_case(trainer, history=True)
+    args, seen, shares = settings(minibatches=4, ratio="token"), [], [[]]
 
     class Collect(Capture):
         def step(self):
             super().step()
             seen.append(self.gradient)
+            shares.append([])
 
-    calls, real = [], trainer.action_logprobs
+    def counted(network, micro, args):
+        shares[-1].extend(micro.tokens.tolist())
+        return action_logprobs(network, micro, args)
 
-    def counted(model, sequences, args):
-        calls.extend(sequences)
-        return real(model, sequences, args)
-
-    trainer.action_logprobs = counted
-    try:
-        trainer.policy_update(model, Collect(model), batch, old, advantages, args)
-    finally:
-        trainer.action_logprobs = real
-    assert len(seen) == 4
-    assert sorted(id(ids) for ids, _, _ in calls) == sorted(id(ids) for ids, _, _ in batch.sequences)
+    monkeypatch.setattr(trainer, "action_logprobs", counted)
+    policy.optimizer = Collect(policy.model)
+    trainer.policy_update(policy, batch, old, advantages, args)
+    assert len(seen) == 4 and shares.pop() == []
+    assert sorted(sum(shares, [])) == [*range(len(old))]
+    of_trajectory = batch.step_traj[batch.token_step]
+    owners = [{*of_trajectory[share].tolist()} for share in shares]
+    assert sum(map(len, owners)) == len(trajectories)  # none is in two of them
+    whole = sum(len(share) * gradient for share, gradient in zip(shares, seen)) / len(old)
+    assert_same(whole, plain_policy_gradient(policy.model, trajectories, old, advantages, args))
 
 
 @history((False, True))
 def test_order_of_trajectories_changes_nothing(trainer, history):
-    """Groups stay, everything else is shuffled; the gradient of the policy and of the PRM are the same."""
+    """Groups stay, everything else is shuffled; the gradient of the policy and of the PRM are the
+    same."""
     trajectories = random_trajectories(trainer, history=history)
     shuffled = random.Random(1).sample(trajectories, len(trajectories))
     gradients = []
     for order in (trajectories, shuffled):
-        batch, model = trainer.flatten(order), random_model(0)
-        old = trainer.score_tokens(random_model(3), batch, settings(), "")
+        batch, policy = trainer.flatten(order), captured(random_model(0))
+        old = batch_logprobs(network(random_model(3)), batch, settings())
         advantages = (batch.outcomes - 0.3)[batch.step_traj]
-        optimizer, args = Capture(model), settings(ratio="token", micro_batch_tokens=60)
-        trainer.policy_update(model, optimizer, batch, old, advantages, args)
-        gradients.append([optimizer.gradient])
+        args = settings(ratio="token", micro_batch_tokens=60)
+        trainer.policy_update(policy, batch, old, advantages, args)
+        gradients.append([policy.optimizer.gradient])
         if hasattr(trainer, "prm_update"):
-            prm = prm_model(trainer)
-            optimizer, pairs = Capture(prm), trainer.preference_pairs(batch.outcomes, batch.group)
-            args.prm_drift_bound = 1.0
-            trainer.prm_update(prm, optimizer, batch, old_logprobs_of(trainer, batch, args), pairs, args)
-            gradients[-1].append(optimizer.gradient)
+            prm, args.prm_drift_bound = captured(prm_model(), "prm"), 1.0
+            pairs = trainer.preference_pairs(batch.outcomes, batch.group)
+            trainer.prm_update(prm, batch, old_logprobs_of(batch, args), pairs, args)
+            gradients[-1].append(prm.optimizer.gradient)
     for first, second in zip(*gradients):
         assert_same(second, first)
 
@@ -289,79 +385,82 @@ def with_names(*names):
 @with_names("by_token")
 def test_policy_gradient_with_an_advantage_per_token_equals_autograd(script, history):
     module = load(script)
-    model, trajectories, batch, old, _ = policy_case(module, history)
-    advantages, args, optimizer = torch.randn(len(old)), settings(ratio="token"), Capture(model)
+    policy, trajectories, batch, old, _ = policy_case(module, history)
+    advantages, args = torch.randn(len(old)), settings(ratio="token")
     terms, flat_old, flat_advantages = [], iter(old.tolist()), iter(advantages.tolist())
-    for steps in plain_logprobs(model, trajectories):
+    for steps in plain_logprobs(policy.model, trajectories):
         for token in (token for step in steps for token in step):
             rho, advantage = torch.exp(token - next(flat_old)), next(flat_advantages)
-            terms.append(torch.minimum(rho * advantage, torch.clamp(rho, 0.8, 1.2) * advantage))
-    expected = gradient_of(-sum(terms) / len(terms), model)
-    for args.micro_batch_tokens in BUDGETS:
-        module.policy_update(model, optimizer, module.by_token(batch), old, advantages, args)
-        assert_same(optimizer.gradient, expected)
+            clipped = torch.clamp(rho, 0.8, 1.2)
+            terms.append(torch.minimum(rho * advantage, clipped * advantage))
+    expected = gradient_of(-sum(terms) / len(terms), policy.model)
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        module.policy_update(policy, module.by_token(batch), old, advantages, args)
+        assert_same(policy.optimizer.gradient, expected)
 
 
 @history((False, True))
 @pytest.mark.parametrize("per_step", (False, True), ids=lambda p: "steps" if p else "trajectories")
 @with_names("cross_entropy_update")
 def test_cross_entropy_gradient_equals_autograd_for_any_micro_batch(script, per_step, history):
-    """Labels of trajectories as PRIME has them, or of steps; a trajectory may be spread over sequences."""
+    """Labels of trajectories as PRIME has them, or of steps; a trajectory may be spread over
+    sequences."""
     module = load(script)
-    model, trajectories = prm_model(module), random_trajectories(module, history=history)
-    batch, optimizer, args = module.flatten(trajectories), Capture(model), settings(beta=0.7)
-    reference = old_logprobs_of(module, batch, args)
+    prm, trajectories = captured(prm_model(), "prm"), random_trajectories(module, history=history)
+    batch, args = module.flatten(trajectories), settings(beta=0.7)
+    reference = old_logprobs_of(batch, args)
     flat_reference, losses, right = iter(reference.tolist()), [], []
-    for trajectory, steps in zip(trajectories, plain_logprobs(model, trajectories)):
+    for trajectory, steps in zip(trajectories, plain_logprobs(prm.model, trajectories)):
         rewards = [[0.7 * (token - next(flat_reference)) for token in step] for step in steps]
         for owned in rewards if per_step else [sum(rewards, [])]:
             chance = torch.sigmoid(sum(owned))
             losses.append(-torch.log(chance if trajectory.outcome else 1 - chance))
             right.append((chance.item() > 0.5) == (trajectory.outcome > 0.5))
-    expected = gradient_of(sum(losses) / len(losses), model)
+    loss = sum(losses) / len(losses)
+    expected = gradient_of(loss, prm.model)
+
     owner = batch.token_step if per_step else batch.step_traj[batch.token_step]
     labels = batch.outcomes[batch.step_traj] if per_step else batch.outcomes
-    log_ratios = module.score_tokens(model, batch, args, "") - reference
-    for args.micro_batch_tokens in BUDGETS:
-        stats = module.cross_entropy_update(model, optimizer, batch, log_ratios, owner, labels, args)
-        assert_same(optimizer.gradient, expected)
-        assert stats["prm/loss"] == pytest.approx((sum(losses) / len(losses)).item(), rel=1e-4)
-        assert stats["prm/accuracy"] == pytest.approx(sum(right) / len(right))
-        assert stats["prm/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+    log_ratios = batch_logprobs(prm, batch, args) - reference
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        stats = module.cross_entropy_update(prm, batch, log_ratios, owner, labels, args)
+        assert_same(prm.optimizer.gradient, expected)
+        assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert stats["accuracy"] == pytest.approx(sum(right) / len(right))
+        assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
 @with_names("cross_entropy_update")
 def test_cross_entropy_learns_a_planted_difference(script):
-    """Successes say 7, failures 8: outcomes never learnt from are told apart, and only the adapter moves."""
+    """Successes say 7, failures 8: outcomes never learnt from are told apart, and only the adapter
+    moves."""
     module = load(script)
 
     def planted(seed):
-        trajectories = random_trajectories(module, seed, groups=4)
-        for t in trajectories:
-            for place, step in enumerate(t.step_ids):
-                t.token_ids[place] = (7 if t.outcome else 8) if step >= 0 else t.token_ids[place]
-        batch = module.flatten(trajectories)
-        log_ratios = module.score_tokens(model, batch, args, "") - old_logprobs_of(module, batch, args)
+        batch = module.flatten(plant(random_trajectories(module, seed, groups=4)))
+        log_ratios = batch_logprobs(prm, batch, args) - old_logprobs_of(batch, args)
         return batch, log_ratios, batch.step_traj[batch.token_step], batch.outcomes
 
-    args, model = settings(), module.activate(module.add_adapter(random_model(0), "prm", 4), "prm")
+    args, model = settings(), new_prm()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    stats = [module.cross_entropy_update(model, optimizer, *planted(seed), args) for seed in range(30)]
-    assert stats[0]["prm/loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["prm/grad_norm"] > 0
-    assert stats[-1]["prm/loss"] < stats[0]["prm/loss"] - 0.05 and stats[-1]["prm/accuracy"] > 0.9
+    prm = network(model, torch.optim.AdamW(trainable(model), lr=3e-3), "prm")
+    stats = [module.cross_entropy_update(prm, *planted(seed), args) for seed in range(30)]
+    assert stats[0]["loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["grad_norm"] > 0
+    assert stats[-1]["loss"] < stats[0]["loss"] - 0.05 and stats[-1]["accuracy"] > 0.9
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora_" in name}
 
 
 @pytest.fixture
-def critic(tmp_path):
-    """make(module) -> a critic on a small random model, whose head and adapter are not 0 any more."""
+def critic_model(tmp_path):
+    """make(module) -> a critic on a small random model, whose head and adapter are not 0 any
+    more."""
 
     def make(module):
         random_model(0).save_pretrained(tmp_path / "model")
         model = module.add_value_head(str(tmp_path / "model"), 4)
-        assert not any(p.any() for name, p in model.named_parameters() if "score" in name)  # V starts at 0
+        head = [p for name, p in model.named_parameters() if "score" in name]
+        assert head and not any(p.any() for p in head)  # V starts at 0
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -372,7 +471,8 @@ def critic(tmp_path):
 
 
 def plain_values(model, trajectories):
-    """[trajectory][step] -> V before each of its tokens: one sequence at a time, by the model's own forward pass."""
+    """[trajectory][step] -> V before each of its tokens: one sequence at a time, by the model's own
+    forward pass."""
     result = []
     for t in trajectories:
         steps = [[] for _ in t.steps]
@@ -388,173 +488,212 @@ def plain_values(model, trajectories):
 @history((False, True))
 @pytest.mark.parametrize("gae", ("step", "token"))
 @with_names("critic_update")
-def test_critic_gradient_equals_autograd_for_any_micro_batch(script, gae, history, critic):
+def test_critic_gradient_equals_autograd_for_any_micro_batch(script, gae, history, critic_model):
     module = load(script)
-    model, trajectories = critic(module), random_trajectories(module, history=history)
-    batch, optimizer, args = module.flatten(trajectories), Capture(model), settings(value_clip=0.1)
-    steps = [step for steps in plain_values(model, trajectories) for step in steps]
-    values = torch.stack([token for step in steps for token in (step[:1] if gae == "step" else step)])
+    critic = captured(critic_model(module), "critic")
+    trajectories = random_trajectories(module, history=history)
+    batch, args = module.flatten(trajectories), settings(value_clip=0.1)
+    steps = [step for steps in plain_values(critic.model, trajectories) for step in steps]
+    credited = [token for step in steps for token in (step[:1] if gae == "step" else step)]
+    values = torch.stack(credited)
     at, _, _ = module.credit_units(batch, torch.zeros(len(steps), dtype=torch.bool), 0.1, gae)
-    ours = module.score_values(model, batch, args)[at]
+    ours = module.batch_values(critic, batch, args)[at]
     assert (ours - values).abs().max() < 1e-5
+
     torch.manual_seed(1)
     old, returns = values.detach() + 0.2 * torch.randn(len(values)), torch.randn(len(values))
     near = torch.minimum(torch.maximum(values, old - 0.1), old + 0.1)
     loss = torch.maximum((values - returns).square(), (near - returns).square()).mean() / 2
-    expected = gradient_of(loss, model)
-    for args.micro_batch_tokens in BUDGETS:
-        stats = module.critic_update(model, optimizer, batch, at, old, returns, args)
-        assert_same(optimizer.gradient, expected)
-        assert stats["critic/loss"] == pytest.approx(loss.item(), rel=1e-4)
-        assert stats["critic/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+    expected = gradient_of(loss, critic.model)
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        stats = module.critic_update(critic, batch, at, old, returns, args)
+        assert_same(critic.optimizer.gradient, expected)
+        assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
 @with_names("critic_update")
-def test_critic_learns_returns_and_is_saved_whole(script, critic, tmp_path):
-    """It fits what it is told; what a run saves of it, peft's adapter with the head, computes the same again."""
+def test_critic_learns_returns_and_is_saved_whole(script, critic_model, tmp_path):
+    """It fits what it is told; what a run saves of it, peft's adapter with the head, computes the
+    same again."""
     from peft import PeftModel
     from transformers import AutoModelForTokenClassification
 
     module = load(script)
-    model, batch = critic(module), module.flatten(random_trajectories(module))
-    args, invalid = settings(minibatches=2, value_clip=10.0), torch.zeros(len(batch.step_traj), dtype=torch.bool)
-    at, chain, _ = module.credit_units(batch, invalid, 0.1, "step")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model, batch = critic_model(module), module.flatten(random_trajectories(module))
+    critic = network(model, torch.optim.AdamW(trainable(model), lr=1e-2), "critic")
+    args = settings(minibatches=2, value_clip=10.0)
+    valid = torch.zeros(len(batch.step_traj), dtype=torch.bool)
+    at, chain, _ = module.credit_units(batch, valid, 0.1, "step")
     returns, losses = batch.outcomes[chain], []
     for _ in range(40):
-        values = module.score_values(model, batch, args)[at]
-        losses.append(module.critic_update(model, optimizer, batch, at, values, returns, args)["critic/loss"])
+        values = module.batch_values(critic, batch, args)[at]
+        losses.append(module.critic_update(critic, batch, at, values, returns, args)["loss"])
     assert losses[-1] < 0.2 * losses[0]
+
     model.save_pretrained(tmp_path, selected_adapters=["critic"])
     base = AutoModelForTokenClassification.from_pretrained(tmp_path / "model", num_labels=1)
     again = PeftModel.from_pretrained(base, tmp_path / "critic", adapter_name="critic")
-    assert torch.equal(module.score_values(again, batch, args), module.score_values(model, batch, args))
-
-
-# ------------ log-probabilities and padding: in every script that has them ------------
+    again = module.batch_values(network(again, name="critic"), batch, args)
+    assert torch.equal(again, module.batch_values(critic, batch, args))
 
 
 def test_an_update_of_a_millionth_is_not_lost_in_bfloat16(trainer):
-    """--dtype bfloat16 is that of the matrix products; weights that train are float32. As bfloat16 they stand still."""
+    """--dtype bfloat16 is that of the matrix products; weights that train are float32. As bfloat16
+    they stand still."""
     model = random_model(0)
     before = [p.detach().clone() for p in model.parameters()]
-    batch = trainer.flatten(random_trajectories(trainer))
-    optimizer, args = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0), settings(dtype="bfloat16")
-    old = trainer.score_tokens(model, batch, args, "")
-    trainer.policy_update(model, optimizer, batch, old, torch.linspace(-1, 1, len(batch.step_traj)), args)
-    moved = torch.cat([(p.detach() - b).abs().flatten() for p, b in zip(model.parameters(), before)])
+    batch, args = trainer.flatten(random_trajectories(trainer)), settings()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    policy = network(model, optimizer, dtype="bfloat16")
+    old = batch_logprobs(policy, batch, args)
+    assert (old - batch_logprobs(network(model), batch, args)).abs().max() > 1e-3  # it is in use
+    advantages = torch.linspace(-1, 1, len(batch.step_traj))
+    trainer.policy_update(policy, batch, old, advantages, args)
+
+    pairs = [(p.detach(), b) for p, b in zip(model.parameters(), before)]
+    moved = torch.cat([(p - b).abs().flatten() for p, b in pairs])
     assert moved.max() == pytest.approx(1e-6, rel=0.2) and (moved > 5e-7).float().mean() > 0.5
-    rounded = [(p.bfloat16() == b.bfloat16()).float().mean() for p, b in zip(model.parameters(), before)]
+    rounded = [(p.bfloat16() == b.bfloat16()).float().mean() for p, b in pairs]
     assert sum(rounded) / len(rounded) > 0.99
 
 
-def test_logits_in_chunks_change_nothing(trainer):
-    """Of a large vocabulary the head takes a few tokens at a time and computes its logits again for the gradient."""
-    model = random_model(0)
-    batch, args, results = trainer.flatten(random_trajectories(trainer)), settings(temperature=0.7), []
+# ------------ log-probabilities and padding ------------
+
+
+@history((False, True))
+@with_names("flatten")
+def test_logprobs_are_those_of_single_sequences(script, history):
+    module, policy = load(script), network(random_model(0))
+    trajectories = random_trajectories(module, history=history)
+    batch = module.flatten(trajectories)
+    nested = plain_logprobs(policy.model, trajectories)
+    expected = torch.stack([token for steps in nested for step in steps for token in step])
+    counts = [len(step) for steps in nested for step in steps]
+    # every action token belongs to its own step, every step to its own trajectory
+    assert torch.bincount(batch.token_step).tolist() == counts
+    assert batch.step_traj.tolist() == [n for n, t in enumerate(trajectories) for _ in t.steps]
+    for budget in BUDGETS:
+        ours = batch_logprobs(policy, batch, settings(micro_batch_tokens=budget))
+        assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.fixture
+def batch():
+    """A batch for what is in runtime/: which script lays it out makes no difference."""
+    module = load(scripts_with("flatten")[0])
+    return module.flatten(random_trajectories(module))
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+def test_logits_in_chunks_change_nothing(batch, recompute):
+    """Of a large vocabulary the head takes a few tokens at a time and computes its logits again for
+    the gradient; the whole pass may be one that is computed again."""
+    policy, results = network(random_model(0)), []
+    micro, args = padded(batch.sequences, recompute), settings(temperature=0.7)
     for vocabulary in (VOCABULARY, 2**27):  # all tokens at once, two at a time
-        model.config.vocab_size = vocabulary
-        logprobs = trainer.action_logprobs(model, batch.sequences, args)
+        policy.model.config.vocab_size = vocabulary
+        logprobs = action_logprobs(policy, micro, args)
         weights = torch.linspace(-1, 1, len(logprobs))
-        results.append((logprobs.detach(), gradient_of((logprobs * weights).sum(), model)))
+        results.append((logprobs.detach(), gradient_of((logprobs * weights).sum(), policy.model)))
     assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
     assert_same(results[1][1], results[0][1])
 
 
-@pytest.fixture(params=scripts_with("action_logprobs"))
-def scorer(request):
-    return load(request.param)
-
-
-@history((False, True))
-def test_logprobs_are_those_of_single_sequences(scorer, history):
-    model, trajectories = random_model(0), random_trajectories(scorer, history=history)
-    batch = scorer.flatten(trajectories)
-    nested = plain_logprobs(model, trajectories)
-    expected = torch.stack([token for steps in nested for step in steps for token in step])
-    counts = [len(step) for steps in nested for step in steps]
-    assert torch.bincount(batch.token_step).tolist() == counts  # every action token belongs to its own step
-    assert batch.step_traj.tolist() == [n for n, t in enumerate(trajectories) for _ in t.steps]
-    for budget in BUDGETS:
-        ours = scorer.score_tokens(model, batch, settings(micro_batch_tokens=budget), "")
-        assert (ours - expected).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("filler", (0, 1, VOCABULARY - 1))
-def test_content_of_padding_changes_nothing(scorer, filler, monkeypatch):
-    model, batch = random_model(0), scorer.flatten(random_trajectories(scorer))
-    expected = scorer.score_tokens(model, batch, settings(), "")
-    real, padded = torch.nn.utils.rnn.pad_sequence, []
+def test_content_of_padding_changes_nothing(batch, filler, monkeypatch):
+    policy, counts = network(random_model(0)), []
+    expected = batch_logprobs(policy, batch, settings())
+    real = batching.pad_sequence
 
     def pad(tensors, batch_first, padding_value=filler):
         out = real(tensors, batch_first=batch_first, padding_value=padding_value)
-        padded.append(out.numel() - sum(map(len, tensors)))
+        counts.append(out.numel() - sum(map(len, tensors)))
         return out
 
-    monkeypatch.setattr(torch.nn.utils.rnn, "pad_sequence", pad)
-    assert torch.equal(scorer.score_tokens(model, batch, settings(), ""), expected)
-    assert sum(padded) > 0
+    monkeypatch.setattr(batching, "pad_sequence", pad)
+    assert torch.equal(batch_logprobs(policy, batch, settings()), expected)
+    assert sum(counts) > 0
 
 
-def test_companions_in_the_batch_change_nothing(scorer):
+def test_companions_in_the_batch_change_nothing(batch):
     """A short sequence alone, and beside a long one whose padding it gets."""
-    model, batch = random_model(0), scorer.flatten(random_trajectories(scorer))
-    short, long = (f(batch.sequences, key=lambda s: len(s[0])) for f in (min, max))
-    alone = scorer.action_logprobs(model, [short], settings())
-    together = scorer.action_logprobs(model, [long, short], settings())[-len(alone) :]
-    assert len(long[0]) > len(short[0]) and (alone - together).abs().max() < 1e-5
+    policy = network(random_model(0))
+    short, long = (f(batch.sequences, key=lambda s: len(s.ids)) for f in (min, max))
+    alone = action_logprobs(policy, padded([short]), settings())
+    together = action_logprobs(policy, padded([long, short]), settings())[-len(alone) :]
+    assert len(long.ids) > len(short.ids) and (alone - together).abs().max() < 1e-5
 
 
-def test_micro_batches_keep_to_the_budget_and_lose_nothing(scorer):
-    batch = scorer.flatten(random_trajectories(scorer))
+def test_micro_batches_keep_to_the_budget_and_lose_nothing(batch):
+    policy, wanted = network(random_model(0)), torch.arange(len(batch.step_traj)) % 7 == 0
+    of_wanted = [s for s in batch.sequences if wanted[batch.token_step[s.tokens]].any()]
+    assert 0 < len(of_wanted) < len(batch.sequences)
     for budget in (1, 40, 100):
-        parts = scorer.micro_batches(batch, budget)
-        assert all(len(s) == 1 or len(s) * max(len(ids) for ids, _, _ in s) <= budget for s, _ in parts)
-        assert sorted(torch.cat([places for _, places in parts]).tolist()) == [*range(len(batch.token_step))]
-        assert sum(len(s) for s, _ in parts) == len(batch.sequences)
+        for only, sequences in ((None, batch.sequences), (wanted, of_wanted)):
+            args = settings(micro_batch_tokens=budget)
+            micros = [*micro_batches(policy, batch, args, only)]
+            assert all(len(m.ids) == 1 or m.ids.numel() <= budget for m in micros)
+            places = sorted(place for m in micros for place in m.tokens.tolist())
+            assert places == sorted(place for s in sequences for place in s.tokens.tolist())
+            rows = [
+                (ids[:n].tolist(), steps[:n].tolist())
+                for m in micros
+                for ids, steps, n in zip(m.ids, m.steps, m.lengths.tolist())
+            ]
+            assert sorted(rows) == sorted((s.ids.tolist(), s.steps.tolist()) for s in sequences)
+            assert all((m.steps >= 0).sum() == len(m.tokens) for m in micros)
+    places = [place for s in batch.sequences for place in s.tokens.tolist()]
+    assert sorted(places) == [*range(len(batch.token_step))]
 
 
-def test_adapters_share_one_base(istar):
-    """Two adapters on one model: the policy's starts as the identity, and neither trains or feels the other."""
+def test_adapters_share_one_base(batch):
+    """Two adapters on one model: the policy's starts as the identity, and neither trains or feels
+    the other."""
     base = random_model(0)
-    expected, count = [p.detach().clone() for p in base.parameters()], sum(p.numel() for p in base.parameters())
-    policy = istar.add_adapter(base, "policy", 4)
-    prm = istar.add_adapter(policy, "prm", 4)
-    assert prm is policy and {*policy.peft_config} == {"policy", "prm"}
-    batch = istar.flatten(random_trajectories(istar))
-    reference = istar.score_tokens(random_model(0), batch, settings(), "")
+    expected = [p.detach().clone() for p in base.parameters()]
+    count = sum(p.numel() for p in base.parameters())
+    model = add_adapter(base, "policy", 4)
+    assert add_adapter(model, "prm", 4) is model and {*model.peft_config} == {"policy", "prm"}
+    reference = batch_logprobs(network(random_model(0)), batch, settings())
     for name, other in (("policy", "prm"), ("prm", "policy")):
-        istar.activate(policy, name)
-        trained = {n for n, p in policy.named_parameters() if p.requires_grad}
+        one = network(model, name=name)
+        one.activate()
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert trained and all(f".{name}." in n for n in trained)
-        assert torch.equal(istar.score_tokens(policy, batch, settings(), ""), reference)
-        for n, p in policy.named_parameters():
+        assert torch.equal(batch_logprobs(one, batch, settings()), reference)
+        for n, p in model.named_parameters():
             if f".{other}." in n and "lora_B" in n:
                 torch.nn.init.normal_(p)  # what the other one learns is not seen here
-        assert torch.equal(istar.score_tokens(policy, batch, settings(), ""), reference)
-        for n, p in policy.named_parameters():
+        assert torch.equal(batch_logprobs(one, batch, settings()), reference)
+        seen = batch_logprobs(network(model, name=other), batch, settings())
+        assert (seen - reference).abs().max() > 1e-2  # but there, by the Network of its name
+        for n, p in model.named_parameters():
             if "lora_B" in n:
                 torch.nn.init.zeros_(p)
-    plain = [p for n, p in policy.named_parameters() if "lora_" not in n]
-    assert sum(p.numel() for p in plain) == count and all(torch.equal(p, e) for p, e in zip(plain, expected))
+    plain = [p for n, p in model.named_parameters() if "lora_" not in n]
+    assert sum(p.numel() for p in plain) == count
+    assert all(torch.equal(p, e) for p, e in zip(plain, expected))
 
 
-def test_policy_weights_of_a_lora_policy_are_dense_and_leave_the_base(trainer):
-    """What the engine gets computes what the adapter computes; the model it came from is as it was."""
-    model = trainer.activate(trainer.add_adapter(random_model(0), "policy", 4), "policy")
-    trainer.add_adapter(model, "prm", 4)
-    trainer.activate(model, "policy")
+def test_policy_weights_of_a_lora_policy_are_dense_and_leave_the_base(batch):
+    """What the engine gets computes what the adapter computes; the model it came from is as it
+    was."""
+    model = add_adapter(add_adapter(random_model(0), "policy", 4), "prm", 4)
+    policy = network(model)
+    policy.activate()
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)  # the PRM's too: it may not leak
     before = copy.deepcopy(model.state_dict())
     dense = random_model(9)
-    missing, unexpected = dense.load_state_dict(dict(trainer.policy_weights(model)), strict=False)
+    missing, unexpected = dense.load_state_dict(dict(policy_weights(model)), strict=False)
     assert not unexpected and missing in ([], ["lm_head.weight"])
-    batch = trainer.flatten(random_trajectories(trainer))
-    merged, adapter = (trainer.score_tokens(m, batch, settings(), "") for m in (dense, model))
+    merged = batch_logprobs(network(dense), batch, settings())
+    adapter = batch_logprobs(policy, batch, settings())
+    initial = batch_logprobs(network(random_model(0)), batch, settings())
     assert (merged - adapter).abs().max() < 1e-3
-    assert (adapter - trainer.score_tokens(random_model(0), batch, settings(), "")).abs().max() > 1e-2
+    assert (adapter - initial).abs().max() > 1e-2
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -563,16 +702,18 @@ def test_policy_weights_of_a_lora_policy_are_dense_and_leave_the_base(trainer):
 
 @pytest.mark.parametrize("share, draws", [(0.0, 1), (1.0, 1), (0.25, 400)])
 def test_cloning_loss_counts_a_share_of_the_environments_tokens(share, draws):
-    """Over every token but a sequence's first: an answer's always, the environment's with the probability `share`."""
-    module, model = load("warm_start"), random_model(0)
+    """Over every token but a sequence's first: an answer's always, the environment's with the
+    probability `share`."""
+    module, policy = load("warm_start"), network(random_model(0))
     batch, expected = module.flatten(random_trajectories(module)), 0.0
     for ids, steps, _ in batch.sequences:
-        logprobs = model(ids[None]).logits[0].log_softmax(-1)
+        logprobs = policy.model(ids[None]).logits[0].log_softmax(-1)
         for place in range(1, len(ids)):
-            expected -= (1.0 if steps[place] >= 0 else share) * logprobs[place - 1, ids[place]].item()
+            weight = 1.0 if steps[place] >= 0 else share
+            expected -= weight * logprobs[place - 1, ids[place]].item()
     torch.manual_seed(0)
-    args = settings(observation_share=share)
+    args, micro = settings(observation_share=share), padded(batch.sequences)
     with torch.no_grad():
-        losses = [module.cloning_loss(model, batch.sequences, args).item() for _ in range(draws)]
+        losses = [module.cloning_loss(policy, micro, args).item() for _ in range(draws)]
     assert sum(losses) / draws == pytest.approx(expected, rel=1e-5 if draws == 1 else 0.01)
     assert draws == 1 or len({*losses}) > 1

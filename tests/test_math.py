@@ -1,7 +1,11 @@
-"""Every formula of every script against a second rendering of it, in loops and numpy, on random flat tensors."""
+"""Every formula of every script against a second rendering of it, in loops and numpy, on random
+flat tensors."""
 
+import inspect
 import itertools
 import math
+import re
+import textwrap
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +14,7 @@ import torch
 from conftest import load, scripts_with
 
 SEEDS = range(4)
+KINDS = ("binary", "scores")  # of outcomes
 
 
 def product(*values, **options):
@@ -29,16 +34,17 @@ def module(request):
 def close(ours: torch.Tensor, theirs, tolerance=1e-5):
     theirs = np.asarray(theirs, dtype=np.float64)
     assert ours.shape == theirs.shape
-    np.testing.assert_allclose(ours.detach().double().numpy(), theirs, rtol=tolerance, atol=tolerance)
+    ours = ours.detach().double().numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def flat(seed: int, outcomes: str = "binary"):
-    """Random flat tensors as numpy: outcomes [N], group [N], step_traj [S]. Groups lie mixed; one is a group of one,
-    one is all equal, one is one-sided but for a single member."""
+    """Random flat tensors as numpy: outcomes [N], group [N], step_traj [S]. Groups lie mixed; one
+    is a group of one, one is all equal, one is one-sided but for a single member."""
     rng = np.random.default_rng(seed)
     group = rng.permutation([0] * 5 + [1] + [2] * 4 + [3] * 6)
-    values = {"binary": rng.integers(0, 2, len(group)), "scores": rng.normal(size=len(group)).round(1)}[outcomes]
-    values = values.astype(np.float64)
+    binary, scores = rng.integers(0, 2, len(group)), rng.normal(size=len(group)).round(1)
+    values = (binary if outcomes == "binary" else scores).astype(np.float64)
     values[group == 2] = 0.7  # all equal, and not exact in binary
     values[group == 3] = 0.0
     values[np.flatnonzero(group == 3)[0]] = 1.0
@@ -47,7 +53,8 @@ def flat(seed: int, outcomes: str = "binary"):
 
 
 def tensors(*arrays):
-    return [torch.tensor(a, dtype=torch.float32 if a.dtype == np.float64 else torch.long) for a in arrays]
+    kinds = {np.dtype(np.float64): torch.float32, np.dtype(bool): torch.bool}
+    return [torch.tensor(a, dtype=kinds.get(a.dtype, torch.long)) for a in arrays]
 
 
 def mean(values):
@@ -64,7 +71,7 @@ def std(values):
 
 
 @over_scripts("preference_pairs")
-@pytest.mark.parametrize("seed, kind, margin", product(SEEDS, ("binary", "scores"), (0.0, 0.35, 5.0)))
+@pytest.mark.parametrize("seed, kind, margin", product(SEEDS, KINDS, (0.0, 0.35, 5.0)))
 def test_preference_pairs(module, seed, kind, margin):
     outcomes, group, _ = flat(seed, kind)
     expected = set()
@@ -78,10 +85,12 @@ def test_preference_pairs(module, seed, kind, margin):
 @over_scripts("preference_pairs")
 def test_preference_pairs_by_hand(module):
     group = torch.tensor([0, 0, 0, 1, 1, 2])
-    assert module.preference_pairs(torch.tensor([1.0, 0, 1, 0, 0, 1]), group) == [(0, 1), (2, 1)]  # ties: none
+    binary = torch.tensor([1.0, 0, 1, 0, 0, 1])
+    assert module.preference_pairs(binary, group) == [(0, 1), (2, 1)]  # ties: none
     assert module.preference_pairs(torch.ones(6), group) == []
     scores = torch.tensor([0.0, 0.5, 1.0, 0.25, 0.75, 9.0])
-    assert module.preference_pairs(scores, group, 0.5) == [(2, 0)]  # exactly the margin is not more than it
+    # exactly the margin is not more than it
+    assert module.preference_pairs(scores, group, 0.5) == [(2, 0)]
 
 
 @over_scripts("dpo_loss")
@@ -115,11 +124,13 @@ def test_dpo_loss_far_out_and_without_pairs(module):
 def test_pair_log_ratios(module, seed, equal, reduce):
     outcomes, group, step_traj = flat(seed)
     log_ratios = np.random.default_rng(seed).normal(size=len(step_traj))
-    pairs = [(w, l) for w in range(16) for l in range(16) if group[w] == group[l] and outcomes[w] > outcomes[l]]
+    both = product(range(16), repeat=2)
+    pairs = [(a, b) for a, b in both if group[a] == group[b] and outcomes[a] > outcomes[b]]
     assert pairs
-    sides, side_pairs = module.pair_log_ratios(*tensors(log_ratios, step_traj), pairs, equal, reduce)
+    flat_tensors = tensors(log_ratios, step_traj)
+    sides, side_pairs = module.pair_log_ratios(*flat_tensors, pairs, equal, reduce)
     for pair, (winner_side, loser_side) in zip(pairs, side_pairs):
-        steps = [[log_ratios[s] for s in range(len(step_traj)) if step_traj[s] == trajectory] for trajectory in pair]
+        steps = [log_ratios[step_traj == trajectory].tolist() for trajectory in pair]
         if equal:
             steps = [side[: min(len(steps[0]), len(steps[1]))] for side in steps]
         totals = [sum(side) if reduce == "sum" else mean(side) for side in steps]
@@ -129,7 +140,8 @@ def test_pair_log_ratios(module, seed, equal, reduce):
 
 @over_scripts("pair_log_ratios", "dpo_loss")
 def test_pair_log_ratios_keeps_small_sums_after_long_ones(module):
-    log_ratios = torch.tensor([4e6] + [1e-3] * 2)  # sums by differences of a running total lose the small in float32
+    # in float32 sums by differences of a running total lose the small
+    log_ratios = torch.tensor([4e6] + [1e-3] * 2)
     sides, _ = module.pair_log_ratios(log_ratios, torch.tensor([0, 1, 2]), [(1, 2)], True, "sum")
     close(sides, [1e-3, 1e-3], 1e-6)
 
@@ -137,7 +149,8 @@ def test_pair_log_ratios_keeps_small_sums_after_long_ones(module):
 @over_scripts("step_rewards")
 def test_step_rewards(module):
     prm, old = np.random.default_rng(0).normal(size=(2, 30))
-    close(module.step_rewards(*tensors(prm, old), 0.05), [0.05 * (p - o) for p, o in zip(prm, old)])
+    expected = [0.05 * (p - o) for p, o in zip(prm, old)]
+    close(module.step_rewards(*tensors(prm, old), 0.05), expected)
 
 
 # ------------ advantages ------------
@@ -156,48 +169,44 @@ def numpy_grpo(outcomes, group, floor=0.0):
     for i in range(len(outcomes)):
         mates = [outcomes[j] for j in range(len(outcomes)) if group[j] == group[i]]
         spread = max(mates) - min(mates)
-        result.append((outcomes[i] - mean(mates)) / max(std(mates), floor) if spread > 0 else 0.0)
+        scale = max(std(mates), floor) if spread > 0 else math.inf
+        result.append((outcomes[i] - mean(mates)) / scale)
+    return result
+
+
+def numpy_centred(outcomes, group):
+    result = []
+    for outcome, own in zip(outcomes, group):
+        result.append(outcome - mean([o for o, g in zip(outcomes, group) if g == own]))
     return result
 
 
 def numpy_reinforce_pp(outcomes, group, step_traj):
-    centred = [outcomes[i] - mean([o for o, g in zip(outcomes, group) if g == group[i]]) for i in range(len(outcomes))]
+    centred = numpy_centred(outcomes, group)
     scale = std([centred[t] for t in step_traj])
     return [c / scale for c in centred]
 
 
 @over_scripts("rloo_advantages")
-@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
 def test_rloo_advantages(module, seed, kind):
     outcomes, group, _ = flat(seed, kind)
     close(module.rloo_advantages(*tensors(outcomes, group)), numpy_rloo(outcomes, group))
 
 
 @over_scripts("grpo_advantages")
-@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
 def test_grpo_advantages(module, seed, kind):
     outcomes, group, _ = flat(seed, kind)
     close(module.grpo_advantages(*tensors(outcomes, group)), numpy_grpo(outcomes, group))
 
 
 @over_scripts("reinforce_pp_advantages")
-@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
 def test_reinforce_pp_advantages(module, seed, kind):
     outcomes, group, step_traj = flat(seed, kind)
     ours = module.reinforce_pp_advantages(*tensors(outcomes, group, step_traj))
     close(ours, numpy_reinforce_pp(outcomes, group, step_traj))
-
-
-@over_scripts("whitened")
-@pytest.mark.parametrize("seed, kind", product(SEEDS, ("binary", "scores")))
-def test_whitened(module, seed, kind):
-    outcomes, group, step_traj = flat(seed, kind)
-    each = [numpy_reinforce_pp(outcomes, group, step_traj)[t] for t in step_traj]
-    ours = module.whitened(
-        module.reinforce_pp_advantages(*tensors(outcomes, group, step_traj)), torch.tensor(step_traj)
-    )
-    close(ours, [a - mean(each) for a in each])
-    assert abs(ours.double().mean()) < 1e-6 and ours.double().std().item() == pytest.approx(1, abs=1e-5)
 
 
 ESTIMATORS = ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages")
@@ -211,17 +220,19 @@ def estimate(script, name, outcomes, group):
 
 @pytest.mark.parametrize("script, name", EACH_ESTIMATOR)
 def test_nothing_to_compare_gives_zero(script, name):
-    alone, equal, group = torch.tensor([1.0]), torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1])
-    assert estimate(script, name, alone, torch.tensor([0])).tolist() == [0.0]
-    assert estimate(script, name, torch.tensor([1.0, 0.0]), torch.tensor([0, 1])).tolist() == [0.0, 0.0]
-    assert estimate(script, name, equal, group).abs().max() < 1e-6  # rounding may not be blown up to unit variance
+    assert estimate(script, name, torch.tensor([1.0]), torch.tensor([0])).tolist() == [0.0]
+    two = estimate(script, name, torch.tensor([1.0, 0.0]), torch.tensor([0, 1]))
+    assert two.tolist() == [0.0, 0.0]
+    equal = estimate(script, name, torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert equal.abs().max() < 1e-6  # rounding may not be blown up to unit variance
 
 
 @pytest.mark.parametrize("script, name", EACH_ESTIMATOR)
 def test_a_constant_added_to_outcomes_changes_nothing(script, name):
     outcomes, group, _ = flat(0, "scores")
     outcomes, group = tensors(outcomes, group)
-    close(estimate(script, name, outcomes + 3, group), estimate(script, name, outcomes, group), 1e-4)
+    expected = estimate(script, name, outcomes, group)
+    close(estimate(script, name, outcomes + 3, group), expected, 1e-4)
 
 
 @over_scripts("step_advantages")
@@ -230,7 +241,8 @@ def test_step_advantages(module, seed, floor):
     _, group, step_traj = flat(seed)
     step_group = group[step_traj]
     rewards = np.random.default_rng(seed).normal(scale=0.5, size=len(step_traj))
-    close(module.step_advantages(*tensors(rewards, step_group), floor), numpy_grpo(rewards, step_group, floor))
+    ours = module.step_advantages(*tensors(rewards, step_group), floor)
+    close(ours, numpy_grpo(rewards, step_group, floor))
 
 
 @over_scripts("step_advantages")
@@ -240,66 +252,176 @@ def test_step_advantages_of_equal_rewards_are_zero_not_noise(module):
         assert module.step_advantages(torch.full((200,), value), group).abs().max() < 1e-6
     noise = 1e-6 * torch.randn(200, generator=torch.manual_seed(0))
     assert module.step_advantages(noise, group, 0.02).abs().max() < 1e-3  # what the floor is for
-    assert module.step_advantages(torch.tensor([0.4]), torch.tensor([0])).tolist() == [0.0]
+    alone = module.step_advantages(torch.tensor([0.4]), torch.tensor([0]))
+    assert alone.tolist() == [0.0]
 
 
-@over_scripts("episode_advantages")
-@pytest.mark.parametrize("estimator, seed, kind", product(("rloo", "grpo", "reinforce++"), SEEDS, ("binary", "scores")))
-def test_episode_advantages(module, estimator, seed, kind):
-    """An offending step sees an outcome lower by the penalty; means and stds are those of the outcomes themselves."""
-    outcomes, group, step_traj = flat(seed, kind)
-    invalid = np.random.default_rng(seed).random(len(step_traj)) < 0.3
-    centred = [outcomes[i] - mean([o for o, g in zip(outcomes, group) if g == group[i]]) for i in range(len(outcomes))]
-    of_steps, expected = [centred[t] for t in step_traj], []
+def numpy_episode(estimator, outcomes, group, step_traj, invalid, penalty):
+    """A^E of every step. An offending step sees an outcome lower by the penalty; means and stds are
+    those of the outcomes themselves."""
+    centred, result = numpy_centred(outcomes, group), []
+    of_steps = [centred[t] for t in step_traj]
     for s, t in enumerate(step_traj):
-        seen = outcomes[t] - 0.1 * invalid[s]
+        seen = outcomes[t] - penalty * invalid[s]
         mates = [outcomes[j] for j in range(len(outcomes)) if group[j] == group[t]]
         others = [outcomes[j] for j in range(len(outcomes)) if group[j] == group[t] and j != t]
-        equal = max(mates) == min(mates)
         if estimator == "rloo":
-            expected.append(seen - mean(others) if others else -0.1 * invalid[s])
+            result.append(seen - mean(others) if others else -penalty * invalid[s])
         elif estimator == "grpo":
-            expected.append(0.0 if equal else (seen - mean(mates)) / std(mates))
+            equal = max(mates) == min(mates)
+            result.append(0.0 if equal else (seen - mean(mates)) / std(mates))
         else:
             # centre and scale are the batch's: equal groups have them too
-            expected.append((seen - mean(mates) - mean(of_steps)) / std(of_steps))
-    batch = SimpleNamespace()
-    batch.outcomes, batch.group, batch.step_traj = tensors(outcomes, group, step_traj)
-    ours = module.episode_advantages(estimator, batch, torch.tensor(invalid), 0.1)
-    close(ours, expected, 1e-4)
-    assert (ours[torch.tensor(invalid)] < -0.01).any()
+            result.append((seen - mean(mates) - mean(of_steps)) / std(of_steps))
+    return result
+
+
+def episode_case(seed, kind):
+    """(outcomes [N], group [N], step_traj [S], invalid [S]) as numpy, and as a batch."""
+    outcomes, group, step_traj = flat(seed, kind)
+    invalid = np.random.default_rng(seed).random(len(step_traj)) < 0.3
+    names = "outcomes", "group", "step_traj", "invalid"
+    arrays = outcomes, group, step_traj, invalid
+    return arrays, SimpleNamespace(**dict(zip(names, tensors(*arrays))))
+
+
+ESTIMATED = [script for script in scripts_with("episode_advantages") if "ablations" not in script]
+
+
+@pytest.mark.parametrize("module", ESTIMATED, indirect=True)
+@pytest.mark.parametrize(
+    "estimator, seed, kind", product(("rloo", "grpo", "reinforce++"), SEEDS, KINDS)
+)
+def test_episode_advantages(module, estimator, seed, kind):
+    arrays, batch = episode_case(seed, kind)
+    ours = module.episode_advantages(estimator, batch, batch.invalid, 0.1)
+    close(ours, numpy_episode(estimator, *arrays, 0.1), 1e-4)
+    assert (ours[batch.invalid] < -0.01).any()
+
+
+@pytest.mark.parametrize("module", ["istar_webshop_ablations"], indirect=True)
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
+def test_episode_advantages_of_the_ablations_are_rloo(module, seed, kind):
+    arrays, batch = episode_case(seed, kind)
+    ours = module.episode_advantages(batch, batch.invalid, 0.1)
+    close(ours, numpy_episode("rloo", *arrays, 0.1), 1e-4)
+    assert (ours[batch.invalid] < -0.01).any()
+
+
+# ------------ the paragraph of main that makes the advantages ------------
+
+
+def paragraph(module, title: str) -> str:
+    """The statements of main between the banner with this word in its title and the next one."""
+    source = inspect.getsource(module.main)
+    _, *parts = re.split(r"^ +# -{12} (.+?) -+$", source, flags=re.MULTILINE)
+    (body,) = [body for banner, body in zip(parts[0::2], parts[1::2]) if title in banner]
+    return textwrap.dedent(body)
+
+
+def advantages_of_main(module, **given) -> torch.Tensor:
+    """What the paragraph leaves in `advantages`, from the names that it finds."""
+    names = vars(module) | given
+    exec(paragraph(module, "Advantages"), names)
+    return names["advantages"]
+
+
+BASELINES = ("rloo", "grpo", "reinforce_pp")
+OUTCOME_ONLY = [s for s in scripts_with("policy_update") if s.rsplit("_", 1)[0] in BASELINES]
+
+
+@pytest.mark.parametrize("module", OUTCOME_ONLY, indirect=True)
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
+def test_main_gives_the_policy_the_advantages_of_its_baseline(module, seed, kind):
+    """REINFORCE++: whitened over all steps of the batch; an invalid answer costs on A's scale."""
+    arrays, batch = episode_case(seed, kind)
+    estimator = module.__name__.rsplit("_", 1)[0].replace("reinforce_pp", "reinforce++")
+    for penalty in (0.0, 0.1):
+        args = SimpleNamespace(invalid_penalty=penalty)
+        ours = advantages_of_main(module, batch=batch, args=args)
+        close(ours, numpy_episode(estimator, *arrays, penalty), 1e-4)
+        if estimator == "reinforce++" and not penalty:
+            assert abs(ours.double().mean()) < 1e-6
+            assert ours.double().std().item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("module", ESTIMATED, indirect=True)
+@pytest.mark.parametrize("estimator, alpha", product(("rloo", "grpo", "reinforce++"), (0.0, 0.7)))
+def test_main_adds_alpha_times_the_step_advantages(module, estimator, alpha):
+    arrays, batch = episode_case(0, "scores")
+    outcomes, group, step_traj, _ = arrays
+    rewards = np.random.default_rng(1).normal(scale=0.5, size=len(step_traj))
+    args = SimpleNamespace(estimator=estimator, alpha=alpha)
+    args.invalid_penalty, args.step_std_floor = 0.1, 0.3
+    ours = advantages_of_main(module, batch=batch, args=args, rewards=torch.tensor(rewards).float())
+    of_episodes = numpy_episode(estimator, *arrays, 0.1)
+    of_steps = numpy_grpo(rewards, group[step_traj], 0.3)
+    close(ours, [e + alpha * s for e, s in zip(of_episodes, of_steps)], 1e-4)
+
+
+@over_scripts("anchor_advantages", "main")
+@pytest.mark.parametrize("norm, weight", product(("mean", "mean-std"), (0.0, 0.5)))
+def test_main_adds_the_advantages_of_anchor_states(module, norm, weight):
+    rng = np.random.default_rng(5)
+    trajectories, first = walks(module, 5)
+    outcomes = rng.integers(0, 2, len(trajectories)).astype(np.float64)
+    group = np.array([t.task for t in trajectories])
+    step_traj = np.repeat(np.arange(len(trajectories)), [len(t.steps) for t in trajectories])
+    invalid = rng.random(len(step_traj)) < 0.3
+    arrays, expected = (outcomes, group, step_traj, invalid), []
+    returns = [
+        0.95 ** (len(t.steps) - 1 - n) * o
+        for t, o in zip(trajectories, outcomes)
+        for n in range(len(t.steps))
+    ]
+    states = [state for t in trajectories for state in taken_in(t, first)]
+    for episode, own, state in zip(numpy_episode("grpo", *arrays, 0.1), returns, states):
+        mates = [r for r, other in zip(returns, states) if other == state]
+        spread = max(mates) - min(mates)
+        scale = std(mates) if norm == "mean-std" and spread else 1.0
+        expected.append(episode + weight * (own - mean(mates)) / scale)
+
+    names = "outcomes", "group", "step_traj", "invalid"
+    batch = SimpleNamespace(**dict(zip(names, tensors(*arrays))))
+    args = SimpleNamespace(invalid_penalty=0.1, step_weight=weight, step_gamma=0.95, step_norm=norm)
+    env = SimpleNamespace(reset=lambda task: SimpleNamespace(anchor=first[task]))
+    run = SimpleNamespace(log=lambda kind, values: None)
+    given = dict(batch=batch, args=args, env=env, run=run, tasks=group.tolist())
+    close(advantages_of_main(module, trajectories=trajectories, **given), expected, 1e-4)
 
 
 # ------------ GiGPO: anchor states ------------
 
 
 def walks(module, seed: int):
-    """(trajectories, first): two tasks whose states have the same names, episodes that come back to where they were,
-    to the start too. first[task] is the state before the first step."""
+    """(trajectories, first): two tasks whose states have the same names, episodes that come back to
+    where they were, to the start too. first[task] is the state before the first step."""
     rng, trajectories = np.random.default_rng(seed), []
     for task in (3, 8):
         for _ in range(5):
             states = [str(rng.integers(0, 4)) for _ in range(rng.integers(1, 7))]
-            steps = [module.Step("", "", True, 0.0, 0.0, state, [0.0]) for state in states]
-            trajectories.append(module.Trajectory(task, [0] * len(steps), [*range(len(steps))], 0.0, steps))
+            steps = [module.Step("", "", True, anchor=state) for state in states]
+            numbers = [*range(len(steps))]
+            trajectories.append(module.Trajectory(task, [0] * len(steps), numbers, 0.0, steps))
     return trajectories, {3: "0", 8: "1"}
+
+
+def taken_in(trajectory, first) -> list[tuple]:
+    """(task, state) in which each of its steps was taken."""
+    states = [first[trajectory.task], *(step.anchor for step in trajectory.steps)]
+    return [(trajectory.task, state) for state in states[:-1]]
 
 
 @over_scripts("anchor_groups")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_anchor_groups(module, seed):
     trajectories, first = walks(module, seed)
-    taken_in = []
-    for t in trajectories:
-        state = first[t.task]
-        for step in t.steps:
-            taken_in.append((t.task, state))
-            state = step.anchor
+    states = [state for t in trajectories for state in taken_in(t, first)]
     groups = module.anchor_groups(trajectories, first).tolist()
-    same = [[a == b for b in taken_in] for a in taken_in]
+    same = [[a == b for b in states] for a in states]
     assert [[a == b for b in groups] for a in groups] == same
-    assert {*groups} == {*range(len({*taken_in}))}
-    assert any(state == first[task] for t in trajectories for task, state in [(t.task, t.steps[0].anchor)])
+    assert {*groups} == {*range(len({*states}))}
+    assert any(t.steps[0].anchor == first[t.task] for t in trajectories)
 
 
 @over_scripts("discounted_returns")
@@ -337,13 +459,14 @@ def test_anchor_advantages(module, seed, norm):
 @over_scripts("anchor_advantages", "anchor_groups")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_episodes_of_one_step_make_step_and_episode_advantage_agree(module, seed):
-    """All steps stand in their group's first state and return the outcome: A^S is A^E, bit for bit."""
-    trajectories = [t for t in walks(module, seed)[0]]
+    """All steps stand in their group's first state and return the outcome: A^S is A^E, bit for
+    bit."""
+    trajectories, first = walks(module, seed)
     for t in trajectories:
         del t.steps[1:]
-    outcomes = torch.tensor(np.random.default_rng(seed).normal(size=len(trajectories)), dtype=torch.float32)
+    (outcomes,) = tensors(np.random.default_rng(seed).normal(size=len(trajectories)))
     group, step_traj = torch.tensor([t.task for t in trajectories]), torch.arange(len(trajectories))
-    anchor = module.anchor_groups(trajectories, {3: "0", 8: "1"})
+    anchor = module.anchor_groups(trajectories, first)
     returns = module.discounted_returns(outcomes, step_traj, 0.95)
     ours = module.anchor_advantages(returns, anchor, "mean-std")
     assert torch.equal(ours, module.grpo_advantages(outcomes, group)) and ours.abs().max() > 0.5
@@ -368,7 +491,8 @@ def test_token_rewards_sum_to_the_trajectorys(module, seed):
     rewards = module.token_rewards(*tensors(prm, ref), 0.05)
     close(rewards, [0.05 * (p - r) for p, r in zip(prm, ref)])
     traj = step_traj[token_step]
-    sums = [sum(0.05 * (p - r) for p, r, t in zip(prm, ref, traj) if t == n) for n in range(len(outcomes))]
+    each = 0.05 * (prm - ref)
+    sums = [sum(e for e, t in zip(each, traj) if t == n) for n in range(len(outcomes))]
     close(module.outcome_logits(rewards, torch.tensor(traj), len(outcomes)), sums)
 
 
@@ -382,8 +506,9 @@ def test_prime_advantages(module, seed):
     for k, n in enumerate(traj):
         others = [m for m in range(len(outcomes)) if group[m] == group[n] and m != n]
         baseline = mean([average[m] for m in others]) if others else average[n]
-        to_go = sum(rewards[l] - baseline for l in range(k, len(traj)) if traj[l] == n)
-        expected.append(to_go + (outcomes[n] - mean([outcomes[m] for m in others]) if others else 0.0))
+        to_go = sum(rewards[later] - baseline for later in range(k, len(traj)) if traj[later] == n)
+        better = outcomes[n] - mean([outcomes[m] for m in others]) if others else 0.0
+        expected.append(to_go + better)
     ours = module.prime_advantages(*tensors(outcomes, group, rewards, traj))
     close(ours, expected)
     assert ours.dtype == torch.float32
@@ -394,12 +519,14 @@ def test_prime_advantages(module, seed):
 def test_istar_code_advantages(module, seed):
     outcomes, group, step_traj, _, _ = token_case(seed)
     rewards, expected = np.random.default_rng(seed).normal(scale=0.3, size=len(step_traj)), []
-    first = [outcomes[n] + rewards[np.flatnonzero(step_traj == n)[0]] for n in range(len(outcomes))]
+    start = [np.flatnonzero(step_traj == n)[0] for n in range(len(outcomes))]
+    first = [outcome + rewards[s] for outcome, s in zip(outcomes, start)]
     for s, n in enumerate(step_traj):
         mates = [m for m in range(len(outcomes)) if group[m] == group[n]]
         scale = len(mates) / (len(mates) - 1) if len(mates) > 1 else 0.0
         expected.append(scale * (outcomes[n] + rewards[s] - mean([first[m] for m in mates])))
-    close(module.istar_code_advantages(*tensors(outcomes, group, rewards, step_traj)), expected)
+    ours = module.istar_code_advantages(*tensors(outcomes, group, rewards, step_traj))
+    close(ours, expected)
 
 
 @over_scripts("prime_advantages", "istar_code_advantages")
@@ -407,9 +534,11 @@ def test_without_token_rewards_both_variants_are_rloo(module):
     outcomes, group, step_traj, token_step, _ = token_case(0)
     outcomes, group, step_traj, token_step = tensors(outcomes, group, step_traj, token_step)
     rloo = module.rloo_advantages(outcomes, group)[step_traj]
-    zeros = torch.zeros(len(token_step))
-    assert torch.equal(module.prime_advantages(outcomes, group, zeros, step_traj[token_step]), rloo[token_step])
-    close(module.istar_code_advantages(outcomes, group, zeros[: len(step_traj)], step_traj), rloo)
+    none = torch.zeros(len(token_step))
+    of_tokens = module.prime_advantages(outcomes, group, none, step_traj[token_step])
+    assert torch.equal(of_tokens, rloo[token_step])
+    none = torch.zeros(len(step_traj))
+    close(module.istar_code_advantages(outcomes, group, none, step_traj), rloo)
 
 
 # ------------ PPO: values and GAE ------------
@@ -422,7 +551,8 @@ def test_credit_units(module, seed, gae):
     invalid = np.random.default_rng(seed).random(len(step_traj)) < 0.3
     at, chain, rewards = [], [], []
     for s, n in enumerate(step_traj):
-        tokens, last = np.flatnonzero(token_step == s), s + 1 == len(step_traj) or step_traj[s + 1] != n
+        tokens = np.flatnonzero(token_step == s)
+        last = s + 1 == len(step_traj) or step_traj[s + 1] != n
         if gae == "step":  # the outcome comes once, with the episode's end
             at.append(tokens[0])
             chain.append(n)
@@ -440,7 +570,8 @@ def test_credit_units(module, seed, gae):
 
 @over_scripts("gae_advantages")
 def test_gae_of_an_episode_by_hand(module):
-    """Three steps, then one of the next episode: V is passed back within an episode, and not across its end."""
+    """Three steps, then one of the next episode: V is passed back within an episode, and not across
+    its end."""
     rewards, values = torch.tensor([0.0, -0.1, 1.0, 0.0]), torch.tensor([0.5, 0.4, 0.8, 0.3])
     ours = module.gae_advantages(rewards, values, torch.tensor([0, 0, 0, 1]), 0.9, 0.5)
     third = 1.0 - 0.8
@@ -451,12 +582,14 @@ def test_gae_of_an_episode_by_hand(module):
 
 @over_scripts("gae_advantages", "credit_units")
 def test_gae_token_of_an_episode_by_hand(module):
-    """Two steps of two and three tokens, outcome 1: each ends with the outcome, and nothing passes between them."""
+    """Two steps of two and three tokens, outcome 1: each ends with the outcome, and nothing passes
+    between them."""
     batch = SimpleNamespace(outcomes=torch.ones(1), step_traj=torch.tensor([0, 0]))
     batch.token_step = torch.tensor([0, 0, 1, 1, 1])
     at, chain, rewards = module.credit_units(batch, torch.tensor([False, True]), 0.1, "token")
     assert at.tolist() == [0, 1, 2, 3, 4]
-    ours = module.gae_advantages(rewards, torch.tensor([0.5, 0.6, 0.2, 0.3, 0.4]), chain, 1.0, 0.5)
+    values = torch.tensor([0.5, 0.6, 0.2, 0.3, 0.4])
+    ours = module.gae_advantages(rewards, values, chain, 1.0, 0.5)
     first = [0.1 + 0.5 * 0.4, 0.4]
     last = 0.9 - 0.4
     middle = 0.1 + 0.5 * last
@@ -502,15 +635,17 @@ def test_outcome_advantage_does_not_depend_on_the_script(module):
 # ------------ ratio and policy loss ------------
 
 
-@over_scripts("ratio_units")
+@over_scripts("per_ratio", "sum_per_step")
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ratio_units(module, seed):
+def test_what_a_ratio_compares(module, seed):
     rng = np.random.default_rng(seed)
-    logprobs, token_step = rng.normal(size=40), rng.permutation([*range(12), *rng.integers(0, 12, 28)])
-    of_step = [[logprobs[k] for k in range(40) if token_step[k] == s] for s in range(12)]
-    expected = {"token": logprobs, "step": [*map(sum, of_step)], "step-mean": [*map(mean, of_step)]}
-    for ratio, values in expected.items():
-        close(module.ratio_units(*tensors(logprobs, token_step), 12, ratio), values)
+    logprobs, step = rng.normal(size=40), rng.permutation([*range(12), *rng.integers(0, 12, 28)])
+    of_step = [[logprobs[k] for k in range(40) if step[k] == s] for s in range(12)]
+    sums, means = [*map(sum, of_step)], [*map(mean, of_step)]
+    for ratio, values in {"token": logprobs, "step": sums, "step-mean": means}.items():
+        close(module.per_ratio(*tensors(logprobs, step), ratio), values)
+    batch = SimpleNamespace(step_traj=torch.zeros(12), token_step=torch.tensor(step))
+    close(module.sum_per_step(*tensors(logprobs), batch), sums)
 
 
 @over_scripts("policy_loss")
@@ -533,15 +668,21 @@ def test_policy_loss(module, seed, clip):
     close(loss, -mean(terms))
     assert stats["ratio"] == pytest.approx(mean(ratios), rel=1e-5)
     assert stats["clip_fraction"] == pytest.approx(mean(clipped), rel=1e-5)
-    assert stats["approx_kl"] == pytest.approx(mean([r - 1 - math.log(r) for r in ratios]), rel=1e-4)
+    approx_kl = mean([r - 1 - math.log(r) for r in ratios])
+    assert stats["approx_kl"] == pytest.approx(approx_kl, rel=1e-4)
+    assert stats["loss"] == pytest.approx(-mean(terms), rel=1e-5)
 
 
 @over_scripts("policy_loss")
 @pytest.mark.parametrize(
-    "logratio, advantage, expected", [(0.5, 1, 0), (0.5, -1, 1), (-0.5, 1, -1), (-0.5, -1, 0), (0.1, 1, -1)]
+    "logratio, advantage, expected",
+    [(0.5, 1, 0), (0.5, -1, 1), (-0.5, 1, -1), (-0.5, -1, 0), (0.1, 1, -1)],
 )
-def test_policy_loss_gradient_stops_only_where_the_clip_binds(module, logratio, advantage, expected):
-    """The sign of d loss / d logprob: 0 beyond the clip on the side that the advantage already pushed to."""
+def test_policy_loss_gradient_stops_only_where_the_clip_binds(
+    module, logratio, advantage, expected
+):
+    """The sign of d loss / d logprob: 0 beyond the clip on the side that the advantage already
+    pushed to."""
     new = torch.tensor([logratio], requires_grad=True)
     loss, _ = module.policy_loss(new, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
     (gradient,) = torch.autograd.grad(loss, new)

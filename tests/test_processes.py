@@ -1,4 +1,5 @@
-"""Several processes: their update is that of one, their runs are whole, and a wrong number of them is refused."""
+"""Several processes: their update is that of one, their runs are whole, and a wrong number of them
+is refused."""
 
 import json
 import os
@@ -8,25 +9,35 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import divided
 import pytest
 import torch
-from conftest import ROOT, free_port
+from conftest import ROOT, free_port, run_main
 
-SMALL = "--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4 --iterations 2 --seed 5"
+SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4
+--iterations 2 --seed 5"""
 DIVIDED = str(ROOT / "tests" / "divided.py")
-UPDATES = {"istar_sokoban": ["policy", "prm"], "prime_webshop": ["policy", "prm"], "ppo_webshop": ["policy", "critic"]}
+UPDATES = {
+    "istar_sokoban": ["policy", "prm"],
+    "prime_webshop": ["policy", "prm"],
+    "ppo_webshop": ["policy", "critic"],
+}
 
 
 def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
     """A command in two processes: by torchrun, or by accelerate with the configuration for FSDP."""
-    launchers = {
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()],
-        "fsdp": "accelerate.commands.launch --main_process_port".split() + [free_port(), "--config_file"],
-        "cpu": "accelerate.commands.launch --cpu --num_processes 2 --main_process_port".split() + [free_port()],
-    }
-    full = [sys.executable, "-m", *launchers[kind], *([ROOT / "configs" / "fsdp.yaml"] if kind == "fsdp" else [])]
-    alone = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*full, *command], cwd=cwd, capture_output=True, text=True, timeout=1200, env=alone)
+    port, launcher = free_port(), [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--main_process_port", port]
+    if kind == "torchrun":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+        launcher += ["--master_port", port]
+    elif kind == "fsdp":
+        launcher += ["--config_file", ROOT / "configs" / "fsdp.yaml"]
+    else:
+        launcher += ["--cpu", "--num_processes", "2"]
+    own = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    options = dict(cwd=cwd, capture_output=True, text=True, timeout=1200, env=own)
+    done = subprocess.run([*launcher, *command], **options)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -37,14 +48,17 @@ def rows(run: Path, name: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The updates of each script in one process."""
+    """The updates of each script in one process, this one."""
     home = tmp_path_factory.mktemp("alone")
     for script in UPDATES:
-        subprocess.run([sys.executable, DIVIDED, script, home / f"{script}.pt"], check=True, cwd=home)
+        divided.main(script, home / f"{script}.pt")
     return {script: torch.load(home / f"{script}.pt") for script in UPDATES}
 
 
-@pytest.mark.parametrize("kind, script", [*(("torchrun", script) for script in UPDATES), ("fsdp", "istar_sokoban")])
+CASES = [*(("torchrun", script) for script in UPDATES), ("fsdp", "istar_sokoban")]
+
+
+@pytest.mark.parametrize("kind, script", CASES)
 def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, tmp_path):
     launch(kind, DIVIDED, script, "two.pt", cwd=tmp_path)
     one, two = alone[script], torch.load(tmp_path / "two.pt")
@@ -61,16 +75,21 @@ def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, tmp_pat
 
 @pytest.mark.parametrize("script", ["istar_sokoban", "grpo_sotopia"])
 def test_two_processes_train(script, tmp_path):
-    common = [ROOT / f"{script}.py", *SMALL.split(), "--engine", "hf", "--processes", "2", "--run-name", "two"]
+    common = [ROOT / f"{script}.py", *SMALL.split(), "--engine", "hf", "--processes", "2"]
+    common += ["--run-name", "two"]
     done = launch("torchrun", *common, cwd=tmp_path)
     assert "2 processes, the policy a copy in each" in done.stdout
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("iteration ")] == ["0", "1", "2"]
+    told = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("iteration ")]
+    assert told == ["0", "1", "2"]
+
     run = tmp_path / "runs" / "two"
     table, episodes = rows(run, "metrics.jsonl"), rows(run, "episodes.jsonl")
     assert [row["iteration"] for row in table] == [0, 1, 2] and len(episodes) == 2 * 4 * 4
     tasks = [episode["task"] for episode in episodes[:16]]
-    assert all(tasks.count(task) == 4 for task in tasks) and tasks == sorted(tasks), "groups are split"
+    assert all(tasks.count(task) == 4 for task in tasks), "groups are split"
+    assert tasks == sorted(tasks)
     assert all(0 < row["policy/engine_gap"] < 1e-3 for row in table[1:])
+
     done = launch("torchrun", *common, "--iterations", "3", "--resume", "auto", cwd=tmp_path)
     assert [row["iteration"] for row in rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
     assert "goes on with" in done.stdout
@@ -83,21 +102,38 @@ def test_fsdp_trains_as_two_copies_do(tmp_path):
     launch("torchrun", *common, "--run-name", "copies", cwd=tmp_path)
     done = launch("fsdp", *common, "--run-name", "fsdp", cwd=tmp_path)
     assert "2 processes, the policy sharded (FSDP)" in done.stdout
-    copies, shards = (rows(tmp_path / "runs" / name, "metrics.jsonl") for name in ("copies", "fsdp"))
+    copies = rows(tmp_path / "runs" / "copies", "metrics.jsonl")
+    shards = rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")
     for one, two in zip(copies, shards, strict=True):
+        assert one.keys() == two.keys()
         same = [key for key in one if not key.startswith(("time/", "policy/engine_gap"))]
-        assert {key: two[key] for key in same} == pytest.approx({key: one[key] for key in same}, rel=1e-3, nan_ok=True)
+        expected = {key: one[key] for key in same}
+        assert {key: two[key] for key in same} == pytest.approx(expected, rel=1e-3, nan_ok=True)
     assert any(row.get("policy/grad_norm") for row in copies)
-    launch("fsdp", *common, "--run-name", "fsdp", "--iterations", "3", "--resume", "auto", cwd=tmp_path)
+    more = ["--run-name", "fsdp", "--iterations", "3", "--resume", "auto"]
+    launch("fsdp", *common, *more, cwd=tmp_path)
     assert len(rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")) == 4
 
 
-@pytest.mark.parametrize("kind, number", [("cpu", "2"), ("torchrun", "1"), ("torchrun", "3")])
-def test_another_number_of_processes_is_refused(kind, number, tmp_path):
-    command = [ROOT / "rloo_sokoban.py", *SMALL.split(), "--engine", "hf", "--processes", number]
+NUMBER = [*SMALL.split(), "--engine", "hf", "--processes"]
+
+
+@pytest.mark.parametrize("kind, number, started", [("cpu", 2, 1), ("torchrun", 1, 2)])
+def test_another_number_of_processes_is_refused(kind, number, started, tmp_path):
+    command = [ROOT / "rloo_sokoban.py", *NUMBER, str(number)]
     done = launch(kind, *command, cwd=tmp_path, check=False)
-    assert done.returncode and f"--processes {number}: {1 if kind == 'cpu' else 2} started" in done.stderr
-    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/metrics.jsonl"))
+    assert done.returncode and f"--processes {number}: {started} started" in done.stderr
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("number, started", [(1, 2), (3, 2), (2, 1)])
+def test_the_launchers_number_has_to_be_the_flags(number, started, tmp_path, monkeypatch):
+    """The same without a launcher: this is how it tells the processes their number."""
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    done = run_main("rloo_sokoban", *NUMBER, number, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"--processes {number}: {started} started; ")
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
 HOSTS = """
@@ -112,7 +148,8 @@ ip -n one addr add 10.9.0.1/24 dev eth1 && ip -n two addr add 10.9.0.2/24 dev et
 
 def separate(script: str, **options) -> subprocess.CompletedProcess:
     """A shell script with two hosts, `one` (10.9.0.1) and `two`, each with a network of its own."""
-    return subprocess.run(["unshare", "-rnm", "bash", "-c", HOSTS + script], capture_output=True, text=True, **options)
+    command = ["unshare", "-rnm", "bash", "-c", HOSTS + script]
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 @pytest.mark.skipif(
@@ -120,10 +157,13 @@ def separate(script: str, **options) -> subprocess.CompletedProcess:
     reason="this machine lets nobody make network namespaces",
 )
 def test_two_hosts_train(tmp_path):
-    """The launch of several machines: one process on each of two hosts that share nothing but a wire and a disk."""
-    command = f"{ROOT / 'rloo_sokoban.py'} {SMALL} --engine hf --processes 2 --run-name hosts"
-    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc_per_node 1 --master_addr 10.9.0.1"
-    start = f"{torchrun} --master_port 29500 --node_rank {{}} {command}"
+    """The launch of several machines: one process on each of two hosts that share nothing but a
+    wire and a disk."""
+    small = " ".join(SMALL.split())
+    command = f"{ROOT / 'rloo_sokoban.py'} {small} --engine hf --processes 2 --run-name hosts"
+    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --nproc_per_node 1"
+    place = "--master_addr 10.9.0.1 --master_port 29500"
+    start = f"{torchrun} {place} --node_rank {{}} {command}"
     script = f"ip netns exec two {start.format(1)} & ip netns exec one {start.format(0)} && wait $!"
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1"}
     done = separate(script, cwd=tmp_path, env=environment, timeout=600)
@@ -135,7 +175,7 @@ def test_two_hosts_train(tmp_path):
 
 FAULTS = """
 import resource, torch
-from envs import processes
+from runtime import processes
 processes.keep_freed_memory()
 for _ in range(20):  # 100 MB, whose pages are there from some earlier round, or new
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -147,7 +187,6 @@ for _ in range(20):  # 100 MB, whose pages are there from some earlier round, or
 @pytest.mark.parametrize(("variables", "kept"), [({}, True), ({"MALLOC_CHECK_": "0"}, False)])
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise(variables, kept):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS], capture_output=True, text=True, env=clean | variables, cwd=ROOT, check=True
-    )
+    options = dict(capture_output=True, text=True, env=clean | variables, cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-c", FAULTS], **options)
     assert (min(map(int, done.stdout.split())) < 100) == kept

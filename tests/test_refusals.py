@@ -1,20 +1,33 @@
-"""Wrong input is refused before any model is loaded, in one line that names the flag."""
+"""Wrong input is refused before any model is loaded, quickly, in one line that names the flag."""
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+
+import runtime.flags
 
 import pytest
 import transformers
-from conftest import PANEL, READY, ROOT, TINY, default_model, environment, load, positions
+from conftest import (
+    PANEL,
+    READY,
+    ROOT,
+    TINY,
+    default_model,
+    environment,
+    load,
+    positions,
+    run_main,
+)
 
 NAMED = {  # the flag that the message names: the arguments that are wrong
     "--model": [["--model", "no/such/directory"], ["--model", "/tmp"], ["--model", ""]],
     "--group-size": [["--group-size", "1"], ["--group-size=0"]],
     "--temperature": [["--temperature", "0"], ["--temperature=-1.0"]],
-    "--top-p": [["--top-p", "0.9"], ["--top-p", "1.1"]],
     "--eval-tasks": [["--eval-tasks", "501"], ["--eval-tasks", "0"]],
     "--runs-dir": [["--runs-dir", "a file/below/it"], ["--runs-dir", "a file"]],
     "--max-context-tokens": [["--max-context-tokens", "100000"], ["--max-context-tokens", "0"]],
@@ -25,8 +38,15 @@ NAMED = {  # the flag that the message names: the arguments that are wrong
     "--minibatches": [["--minibatches", "0"]],
     "--history": [["--history=-1"]],
     "--max-steps": [["--max-steps", "0"]],
+    "--eval-only": [["--eval-only=maybe"], ["--eval_only=1"]],
+    "--processes": [["--processes", "2"]],
 }
 CASES = [(flag, wrong) for flag, cases in NAMED.items() for wrong in cases]
+OWN = [  # of single scripts
+    ("prime_webshop", "--outcome", ["--outcome", "score"]),
+    ("prime_webshop", "--ratio", ["--ratio", "step"]),
+    ("ppo_webshop", "--ratio", ["--gae", "token", "--ratio", "step-mean"]),
+]
 
 
 @pytest.fixture
@@ -39,90 +59,115 @@ def no_models(monkeypatch):
 
 
 @pytest.fixture
-def directory(tmp_path, monkeypatch):
+def directory(tmp_path):
     (tmp_path / "a file").write_text("")
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("script", READY)
-@pytest.mark.parametrize("flag, wrong", CASES, ids=lambda case: " ".join(case) if isinstance(case, list) else "")
-def test_wrong_input_is_refused(script, flag, wrong, directory, no_models, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *wrong])
-    with pytest.raises(SystemExit) as stop:
-        load(script).main()
-    said = stop.value.code
-    assert isinstance(said, str) and flag in said and len(said.strip().splitlines()) == 1, said
+def refused(script, *flags, cwd) -> str:
+    """What a script says that does not start: one line, and nothing else."""
+    done = run_main(script, *flags, cwd=cwd, check=False)
+    assert done.returncode == 1 and not done.stdout, done
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done.stderr.strip()
+
+
+def assert_refused(script, flag, wrong, directory):
+    said = refused(script, *wrong, cwd=directory)
+    assert flag in said
     assert wrong[-1].split("=")[-1] in said  # what was given, so that it can be seen
-    assert sorted(p.name for p in directory.rglob("*")) in (["a file"], ["a file", "runs"])  # no run is begun
+    left = sorted(path.name for path in directory.rglob("*"))
+    assert left in (["a file"], ["a file", "runs"])  # no run is begun
 
 
-OWN = [  # of single scripts
-    ("prime_webshop", "--outcome", ["--outcome", "score"]),
-    ("prime_webshop", "--ratio", ["--ratio", "step"]),
-    ("ppo_webshop", "--ratio", ["--gae", "token", "--ratio", "step-mean"]),
-]
+def words(case) -> str:
+    return " ".join(case) if isinstance(case, list) else ""
+
+
+@pytest.mark.parametrize("script", READY)
+@pytest.mark.parametrize("flag, wrong", CASES, ids=words)
+def test_wrong_input_is_refused(script, flag, wrong, directory, no_models):
+    assert_refused(script, flag, wrong, directory)
 
 
 @pytest.mark.parametrize("script, flag, wrong", OWN)
-def test_what_an_algorithm_cannot_do_is_refused(script, flag, wrong, directory, no_models, monkeypatch):
-    test_wrong_input_is_refused(script, flag, wrong, directory, no_models, monkeypatch)
+def test_what_an_algorithm_cannot_do_is_refused(script, flag, wrong, directory, no_models):
+    assert_refused(script, flag, wrong, directory)
 
 
 @pytest.mark.parametrize("script", READY)
-def test_right_input_is_not_refused(script, directory, no_models, monkeypatch):
-    """The tests above would pass if everything were refused: these arguments come as far as the model."""
+def test_a_flag_that_there_is_not_is_refused(script, directory, no_models):
+    """--top-p had one value that could be: the loss has the softmax of all tokens."""
+    done = run_main(script, "--top-p", "0.9", cwd=directory, check=False)
+    assert done.returncode == 2 and "--top-p" in done.stderr
+    assert [path.name for path in directory.rglob("*")] == ["a file"]
+
+
+@pytest.mark.parametrize("script", READY)
+def test_right_input_is_not_refused(script, directory, no_models):
+    """The tests above would pass if everything were refused: these arguments come as far as the
+    model."""
     tasks, longest = PANEL[environment(script)], positions(script)
-    edge = ["--group-size=2", "--model", str(default_model(script)), "--engine", "hf"]
+    edge = ["--group-size=2", "--model", default_model(script), "--engine", "hf"]
+    edge += ["--eval-only=False", "--processes", "1"]
     most = [f"--eval-tasks={tasks}", f"--max-context-tokens={longest}"]
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *edge, *most])
     with pytest.raises(AssertionError, match="a model was loaded"):
-        load(script).main()
+        run_main(script, *edge, *most, cwd=directory)
     for flag, value in (("--eval-tasks", tasks + 1), ("--max-context-tokens", longest + 1)):
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", *edge, flag, str(value)])
-        with pytest.raises(SystemExit, match=f"{flag} {value}: "):
-            load(script).main()
+        assert refused(script, *edge, flag, value, cwd=directory).startswith(f"{flag} {value}: ")
+
+
+@pytest.mark.parametrize("script", READY)
+def test_every_switch_of_a_script_is_read_as_a_sweep_writes_it(script, monkeypatch):
+    """Those of the page, of the run and of the world: --mixed_groups_only=False."""
+    args = load(script).Args()
+    switches = set()
+    for part in (args, args.world, args.run_args):
+        switches |= {
+            each.name for each in fields(part) if isinstance(getattr(part, each.name), bool)
+        }
+    assert {"eval_only", "track"} <= switches
+    for value in (True, False):
+        monkeypatch.setattr(sys, "argv", [script, *(f"--{name}={value}" for name in switches)])
+        flags = runtime.flags.flags_of(runtime.flags.parse(load(script).Args, ""))
+        assert {flags[name] for name in switches} == {value}
 
 
 @pytest.mark.parametrize("script", READY)
 def test_missing_vllm_is_named(script, directory, no_models, monkeypatch):
-    import envs.bookkeeping
-
-    monkeypatch.setattr(envs.bookkeeping, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--engine", "vllm"])
-    with pytest.raises(SystemExit, match="--engine vllm.*not installed"):
-        load(script).main()
+    monkeypatch.setattr(runtime.flags, "find_spec", lambda name: None)
+    said = refused(script, "--engine", "vllm", cwd=directory)
+    assert said.startswith("--engine vllm") and "not installed" in said
 
 
-def test_directories_without_a_whole_model(directory, no_models, monkeypatch):
+def test_directories_without_a_whole_model(directory, no_models):
     """A broken configuration is refused as a missing one is."""
     broken = directory / "broken"
     shutil.copytree(TINY, broken)
     (broken / "config.json").write_text("{not json")
     for script in READY:
-        monkeypatch.setattr(sys, "argv", [f"{script}.py", "--model", str(broken)])
-        with pytest.raises(SystemExit) as stop:
-            load(script).main()
-        assert "--model" in stop.value.code and len(stop.value.code.splitlines()) == 1
+        assert "--model" in refused(script, "--model", broken, cwd=directory)
 
 
 @pytest.mark.parametrize("script", READY[:1])
-def test_a_model_with_a_program_of_its_own_is_refused(script, directory, no_models, monkeypatch):
+def test_a_model_with_a_program_of_its_own_is_refused(script, directory, no_models):
     """Nothing of it is run; the message names the flag."""
     own = directory / "own"
     shutil.copytree(TINY, own)
     config = json.loads((own / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    config |= {"model_type": "own", "auto_map": classes}
     (own / "config.json").write_text(json.dumps(config))
     (own / "own.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--model", str(own)])
-    with pytest.raises(SystemExit, match="--trust-remote-code"):
-        load(script).main()
+
+    assert "--trust-remote-code" in refused(script, "--model", own, cwd=directory)
     assert not (directory / "executed").exists()
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--model", str(own), "--trust-remote-code"])
-    with pytest.raises(SystemExit):  # its program is run, and is no configuration
-        load(script).main()
+    # its program is run, and is no configuration
+    run_main(script, "--model", own, "--trust-remote-code", cwd=directory, check=False)
     assert (directory / "executed").exists()
+
+
+# ------------ as a user starts it ------------
 
 
 def test_as_a_user_sees_it(tmp_path):
@@ -131,3 +176,49 @@ def test_as_a_user_sees_it(tmp_path):
     assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stderr.startswith("--group-size 1: ")
     assert not list(tmp_path.iterdir())
+
+
+HEAVY = ("wandb", "matplotlib", "spacy", "peft", "vllm")  # only where they are used
+STARTED = f"""
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print("imported:", *(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)
+"""
+ONE_EACH = [next(s for s in READY if environment(s) == world) for world in PANEL]
+QUICK = [(script, "--help") for script in (*ONE_EACH, "warm_start")]
+QUICK += [(script, "--group-size=1") for script in ONE_EACH]
+
+
+@pytest.mark.parametrize("script, flag", QUICK)
+def test_help_and_refusals_take_seconds_and_import_little(script, flag, tmp_path):
+    """At most 5 s of the processor, with one thread. What else runs on the machine makes a process
+    dearer, so the cheapest of three starts counts."""
+    command = [sys.executable, "-W", "ignore", "-c", STARTED, str(ROOT / f"{script}.py"), flag]
+    said = {"cwd": tmp_path, "capture_output": True, "text": True}
+    spent = []
+    while len(spent) < 3 and min(spent, default=9) > 5.0:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(command, **said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+
+        lines = done.stderr.splitlines()
+        assert "imported:" in lines, done.stderr
+        if flag == "--help":
+            assert done.returncode == 0 and lines == ["imported:"] and "--seed" in done.stdout
+        else:
+            assert done.returncode == 1 and lines[-1].startswith("--group-size 1: ")
+    assert min(spent) <= 5.0, spent
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_imported_is_seen(tmp_path):
+    """The test above would pass if its program saw nothing."""
+    (tmp_path / "script.py").write_text("import wandb, peft\n")
+    command = [sys.executable, "-c", STARTED, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "imported: wandb peft"

@@ -1,66 +1,133 @@
-"""Tokens: what the trainer scores is what the engine saw and sampled, with a tokenizer that does not round-trip."""
+"""Tokens: what the trainer scores is what the engine saw and sampled, with a tokenizer that does
+not round-trip."""
 
 from types import SimpleNamespace
 
+from runtime.chat import Chat
+from runtime.engines import VllmEngine
+from runtime.report import describe, episode_lines
+from runtime.statistics import prm_statistics
+
 import pytest
-from conftest import TINY, load, scripts_with, settings
+import torch
+from conftest import TINY, environment, load, scripts_with, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from envs.engines import VllmEngine
-
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = "<unk> user assistant up UP right wrong think now you see wall box x".split()
 UP, LOUD, RIGHT, WRONG = (WORDS.index(word) for word in ("up", "UP", "right", "wrong"))
-START, STOP = len(WORDS), len(WORDS) + 1  # the tokenizer's control tokens: no words of its vocabulary
+START, STOP = len(WORDS), len(WORDS) + 1  # the tokenizer's control tokens, no words of its
 
 
 @pytest.fixture(scope="module")
 def lossy():
-    """Encodes in lower case, decodes as it is: 'UP' comes back as 'up', so encode(decode(ids)) differs from ids."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    """Encodes in lower case, decodes as it is: 'UP' comes back as 'up', so encode(decode(ids))
+    differs from ids."""
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Sequence([])
-    tokenizer.add_special_tokens(
-        [AddedToken(word, special=True, normalized=False) for word in ("<|im_start|>", "<|im_end|>")]
+    control = ["<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in control])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|im_end|>"
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="<|im_end|>")
-    assert fast.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [START, STOP]
+    assert fast.convert_tokens_to_ids(control) == [START, STOP]
     assert fast.encode(fast.decode([LOUD]), add_special_tokens=False) == [UP]
     return fast
 
 
-@pytest.fixture(params=scripts_with("rollout", "Chat"))
+@pytest.fixture(params=scripts_with("rollout"))
 def module(request):
     return load(request.param)
+
+
+def talks(module) -> bool:
+    """Whether its rollout is that of conversations."""
+    return module.__name__ != "warm_start" and environment(module.__name__) == "sotopia"
 
 
 class Episode:
     """Ends after `length` steps; what it says quotes the action back, and more."""
 
     def __init__(self, prompt, length, words="you see wall"):
-        self.prompt, self.length, self.words, self.heard, self.done = prompt, length, words, [], False
+        self.prompt, self.length, self.words = prompt, length, words
+        self.heard, self.done = [], False
 
     def step(self, text):
         self.heard.append(text)
         self.done = len(self.heard) == self.length
-        info = dict(valid=True, step_reward=-0.1, progress=1.0, anchor=text, success=self.done, score=float(self.done))
+        info = dict(valid="wrong" not in text, success=self.done, score=float(self.done))
+        info |= self.more(text)
         return f"now {self.words} {len(self.heard)}", float(self.done), self.done, info
+
+    def more(self, text) -> dict:
+        """What a world may tell beside the three keys that each of them has."""
+        return dict(game_reward=-0.1, progress=0.5 * len(self.heard), anchor=text)
+
+
+class Silent(Episode):
+    """An episode of a world that knows no more than it has to."""
+
+    def more(self, text):
+        return {}
 
 
 class World:
     """Task n has episodes of n steps."""
 
-    def __init__(self, words="you see wall", prompts=None):
-        self.words, self.prompts, self.episodes = words, prompts or iter(lambda: "think box", None), []
+    def __init__(self, words="you see wall", prompts=None, kind=Episode):
+        self.words, self.prompts, self.kind = (
+            words,
+            prompts or iter(lambda: "think box", None),
+            kind,
+        )
+        self.episodes, self.broken_off = [], []
 
     def reset(self, task):
-        self.episodes.append(Episode(next(self.prompts), task, self.words))
+        self.episodes.append(self.kind(next(self.prompts), task, self.words))
         return self.episodes[-1]
+
+
+class Side:
+    """An episode as one side of a conversation whose other side answers at once."""
+
+    def __init__(self, episode, task):
+        self.episode, self.task, self.prompt = episode, task, episode.prompt
+        self.outcome, self.score, self.success, self.done = 0.0, 0.0, False, False
+        self.conversation = SimpleNamespace(episodes=[self])
+
+    def answer(self, text):
+        observation, reward, self.done, info = self.episode.step(text)
+        self.outcome, self.score, self.success = reward, info["score"], info["success"]
+        return observation, reward, self.done, info
+
+
+class Conversations:
+    """A World as the rollout of conversations asks for it."""
+
+    def __init__(self, world):
+        self.world = world
+
+    def reset(self, task):
+        return Side(self.world.reset(task), task)
+
+    def step(self, said):
+        for side in [side for side, text in said.items() if text is None]:
+            assert not side.done
+            side.done = True
+            self.world.broken_off.append(side.episode)
+        return {side: side.answer(text) for side, text in said.items() if text is not None}
+
+    def finish(self, sides):
+        return [True] * len(sides)
 
 
 class Engine:
@@ -70,19 +137,21 @@ class Engine:
         self.answers, self.calls = answers, []
 
     def generate(self, contexts, temperature):
-        samples = [self.answers[(len(self.calls) + i) % len(self.answers)] for i in range(len(contexts))]
+        numbers = [(len(self.calls) + i) % len(self.answers) for i in range(len(contexts))]
+        samples = [self.answers[number] for number in numbers]
         self.calls.append((contexts, samples))
         return [(ids, [-0.5 - token for token in ids]) for ids in samples]
 
 
-ANSWERS = [[LOUD, STOP], [RIGHT, LOUD, WRONG], [UP, STOP]]  # the second has no stop token: cut at the longest answer
+# the second has no stop token: cut at the longest answer
+ANSWERS = [[LOUD, STOP], [RIGHT, LOUD, WRONG], [UP, STOP]]
 
 
 def play(module, tokenizer, tasks=(3, 3, 1, 5), answers=ANSWERS, world=None, **changes):
     engine, world = Engine(answers), world or World()
-    args = settings(**changes)
-    chat = module.Chat(tokenizer, [STOP])
-    return module.rollout(world, engine, chat, list(tasks), args, 1.0, "test"), engine, world
+    env = Conversations(world) if talks(module) else world
+    args, chat = settings(**changes), Chat(tokenizer, [STOP])
+    return module.rollout(env, engine, chat, list(tasks), args, 1.0, "test"), engine, world
 
 
 def seen_and_sampled(engine):
@@ -90,14 +159,17 @@ def seen_and_sampled(engine):
 
 
 def sequences(t):
-    return [(t.token_ids[a:b], t.step_ids[a:b]) for a, b in zip(t.starts, [*t.starts[1:], len(t.token_ids)])]
+    places = zip(t.starts, [*t.starts[1:], len(t.token_ids)])
+    return [(t.token_ids[a:b], t.step_ids[a:b]) for a, b in places]
 
 
 def prefixes(t):
     """The trajectory up to the end of each of its actions."""
     for ids, step_ids in sequences(t):
-        ends = [i + 1 for i, step in enumerate(step_ids) if step >= 0 and step_ids[i + 1 : i + 2] != [step]]
-        yield from (ids[:end] for end in ends)
+        following = [*step_ids[1:], -1]
+        for end, (step, after) in enumerate(zip(step_ids, following), 1):
+            if step >= 0 and after != step:
+                yield ids[:end]
 
 
 @pytest.mark.parametrize("history", (0, 1, 2))
@@ -111,13 +183,14 @@ def test_scored_ids_are_those_that_the_engine_saw_and_sampled(module, lossy, his
 def test_step_ids_cover_the_sampled_tokens_exactly(module, lossy, history):
     trajectories, engine, world = play(module, lossy, history=history)
     said = [s for _, samples in engine.calls for s in samples]
-    for t, episode in zip(trajectories, world.episodes):
+    for t, episode in zip(trajectories, world.episodes, strict=True):
         actions = {}
         for token, step in zip(t.token_ids, t.step_ids):
             actions.setdefault(step, []).append(token)
         assert actions.pop(-1) and [*actions] == [*range(len(t.steps))] and len(t.steps) == t.task
         assert all(action in said for action in actions.values())
-        assert [step.engine_logprobs for step in t.steps] == [[-0.5 - i for i in a] for a in actions.values()]
+        logprobs = [[-0.5 - i for i in action] for action in actions.values()]
+        assert [step.engine_logprobs for step in t.steps] == logprobs
         assert [step.action for step in t.steps] == episode.heard
         assert len(t.token_ids) == len(t.step_ids) and t.success and t.outcome == 1.0
     assert sum(len(s) for s in said) == sum(step >= 0 for t in trajectories for step in t.step_ids)
@@ -125,19 +198,22 @@ def test_step_ids_cover_the_sampled_tokens_exactly(module, lossy, history):
 
 @pytest.mark.parametrize("history, longest", [(0, None), (1, 1), (2, 2)])
 def test_layout_of_histories(module, lossy, history, longest):
-    """0: an episode is one sequence. N: a sequence per step, with the prompt and the last N turns before it."""
+    """0: an episode is one sequence. N: a sequence per step, with the prompt and the last N turns
+    before it."""
     (t,), engine, _ = play(module, lossy, tasks=[5], answers=[[LOUD, STOP]], history=history)
     layouts = sequences(t)
     assert len(layouts) == (5 if history else 1) and t.starts[0] == 0
-    assert [max(step_ids) for _, step_ids in layouts] == ([0, 1, 2, 3, 4] if history else [4])
-    chat = module.Chat(lossy, [STOP])
+    last = [0, 1, 2, 3, 4] if history else [4]
+    assert [max(step_ids) for _, step_ids in layouts] == last
+    chat = Chat(lossy, [STOP])
     observation = {n: chat.observation(f"now you see wall {n}", [STOP]) for n in range(1, 5)}
     for n, (contexts, _) in enumerate(engine.calls):
         past = range(1, n + 1) if longest is None else range(max(1, n - longest + 1), n + 1)
-        expected = chat.prompt("think box") + [i for k in past for i in [LOUD, STOP, *observation[k]]]
-        assert contexts == [expected]
+        turns = [i for k in past for i in [LOUD, STOP, *observation[k]]]
+        assert contexts == [chat.prompt("think box") + turns]
     for number, (ids, step_ids) in enumerate(layouts if history else []):
-        assert {*step_ids} == {-1, number}, "in a window only the last action is scored: the others have sequences"
+        # in a window only the last action is scored: the others have sequences of their own
+        assert {*step_ids} == {-1, number}
         assert ids == engine.calls[number][0][0] + [LOUD, STOP]
 
 
@@ -147,18 +223,61 @@ def test_flatten_gives_every_sampled_token_its_place(module, lossy):
         batch, ids = module.flatten(trajectories), {}
         for sequence, steps, places in batch.sequences:
             ids |= dict(zip(places.tolist(), sequence[steps >= 0].tolist()))
-        sampled = [i for t in trajectories for i, step in zip(t.token_ids, t.step_ids) if step >= 0]
+        sampled = [i for t in trajectories for i, s in zip(t.token_ids, t.step_ids) if s >= 0]
         assert [ids[k] for k in range(len(batch.token_step))] == sampled
         assert batch.group.tolist() == [0, 0, 1, 2] and batch.outcomes.tolist() == [1.0] * 4
 
+        assert batch.engine_logprobs.tolist() == [-0.5 - token for token in sampled]
+        steps = [step for t in trajectories for step in t.steps]
+        assert batch.invalid.tolist() == [WORDS[WRONG] in step.action for step in steps]
+        assert 0 < batch.invalid.sum() < len(steps)
+        numbers = [n for t in trajectories for n in range(1, len(t.steps) + 1)]
+        assert batch.progress.tolist() == [0.5 * n for n in numbers]
+        assert [step.anchor for step in steps] == [step.action for step in steps]
 
-def test_a_dialogue_is_laid_out_as_the_chat_template_does(module, lossy):
-    """With answers that do round-trip, the ids are those of the template's text; the stop token stands once."""
-    tokenizers = {"lossy": (lossy, [UP, STOP]), "tiny": (AutoTokenizer.from_pretrained(TINY), None)}
-    for tokenizer, action in tokenizers.values():
-        chat = module.Chat(tokenizer, [tokenizer.eos_token_id])
-        action = action or [*tokenizer.encode("<action>up</action>", add_special_tokens=False), tokenizer.eos_token_id]
-        turns = [("user", "think box"), ("assistant", chat.response(action)), ("user", "you see wall")]
+
+@pytest.mark.parametrize("history", (0, 2))
+def test_a_world_says_what_it_knows_and_no_more(module, lossy, history):
+    """Of info only valid, success and score have to be there: the rest of the way to the log is the
+    same, and what nobody knows is 0 or None."""
+    trajectories, _, world = play(module, lossy, world=World(kind=Silent), history=history)
+    steps = [step for t in trajectories for step in t.steps]
+    assert len(steps) == 3 + 3 + 1 + 5
+    assert {(step.game_reward, step.progress, step.anchor) for step in steps} == {(0.0, 0.0, None)}
+    assert all(t.success and t.score == t.outcome == 1.0 for t in trajectories)
+
+    batch = module.flatten(trajectories)
+    assert batch.progress.tolist() == [0.0] * len(steps)
+    assert batch.invalid.tolist() == [not step.valid for step in steps] and batch.invalid.any()
+    row = describe(trajectories, "train", world)
+    assert row["train/return"] == 0.0 and row["train/success"] == row["train/score"] == 1.0
+    scored, values = torch.ones(len(steps), dtype=torch.bool), torch.arange(float(len(steps)))
+    stats = prm_statistics(batch, [(0, 1)], scored, values, values, values, -values)
+    assert stats["advantage_progress_correlation"] is None and stats["drift"] == 11.0
+    assert len(episode_lines({"iteration": 1}, trajectories, {"advantage": values})) == 4
+
+
+def test_a_method_named_start_means_nothing(module, lossy, monkeypatch):
+    def start(*args):
+        raise AssertionError("nobody asked for it")
+
+    expected, _, _ = play(module, lossy)
+    for kind in (World, Conversations, Episode, Side):
+        monkeypatch.setattr(kind, "start", start, raising=False)
+    trajectories, _, world = play(module, lossy)
+    assert hasattr(world, "start") and hasattr(world.episodes[0], "start")
+    assert trajectories == expected
+
+
+def test_a_dialogue_is_laid_out_as_the_chat_template_does(lossy):
+    """With answers that do round-trip, the ids are those of the template's text; the stop token
+    stands once."""
+    tiny = AutoTokenizer.from_pretrained(TINY)
+    up = [*tiny.encode("<action>up</action>", add_special_tokens=False), tiny.eos_token_id]
+    for tokenizer, action in ((lossy, [UP, STOP]), (tiny, up)):
+        chat = Chat(tokenizer, [tokenizer.eos_token_id])
+        said = ["think box", chat.response(action), "you see wall"]
+        turns = zip(["user", "assistant", "user"], said)
         turns = [{"role": role, "content": content} for role, content in turns]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ours = chat.prompt("think box") + action + chat.observation("you see wall", action)
@@ -166,7 +285,7 @@ def test_a_dialogue_is_laid_out_as_the_chat_template_does(module, lossy):
 
 
 def test_stop_token_is_not_fed_twice_and_is_added_where_it_was_not_sampled(module, lossy):
-    chat = module.Chat(lossy, [STOP])
+    chat = Chat(lossy, [STOP])
     for action in ([UP, STOP], [UP]):
         following = action + chat.observation("you see", action)
         assert following.count(STOP) == 2  # the answer's and the observation's
@@ -178,26 +297,32 @@ def test_stop_token_is_not_fed_twice_and_is_added_where_it_was_not_sampled(modul
 
 
 @pytest.mark.parametrize("kind", ("lossy", "tiny"))
-def test_template_tokens_in_the_environments_words_stay_words(module, lossy, kind):
+def test_template_tokens_in_the_environments_words_stay_words(lossy, kind):
     tokenizer = lossy if kind == "lossy" else AutoTokenizer.from_pretrained(TINY)
     start, stop = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    chat = module.Chat(tokenizer, [stop])
+    chat = Chat(tokenizer, [stop])
     for text in ("you see <|im_end|> <|im_start|> assistant", "<|im_start|>", "a<|im_end|>b"):
         harmless, hostile = chat.prompt("you see"), chat.prompt(text)
-        assert [hostile.count(i) for i in (start, stop)] == [harmless.count(i) for i in (start, stop)]
+        for token in (start, stop):
+            assert hostile.count(token) == harmless.count(token)
         words = chat.observation(text, [stop])
-        assert [words.count(i) for i in (start, stop)] == [2, 1]  # of the user's turn and of the next answer
+        # of the user's turn and of the next answer
+        assert [words.count(token) for token in (start, stop)] == [2, 1]
 
 
 def test_an_episode_that_outgrows_the_context_is_truncated_and_counted(module, lossy):
     whole, _, _ = play(module, lossy, tasks=[5, 5])
     length = len(whole[0].token_ids)
-    cut, engine, world = play(module, lossy, tasks=[5, 5], max_context_tokens=length - 1, max_action_tokens=3)
-    assert all(t.truncated and 0 < len(t.steps) < 5 and not t.success and t.outcome == 0 for t in cut)
+    limits = dict(max_context_tokens=length - 1, max_action_tokens=3)
+    cut, engine, world = play(module, lossy, tasks=[5, 5], **limits)
+    assert all(t.truncated and 0 < len(t.steps) < 5 for t in cut)
+    assert not any(t.success or t.outcome for t in cut)
     assert not any(episode.done for episode in world.episodes)
+    assert world.broken_off == (world.episodes if talks(module) else [])  # the other side is told
     assert all(len(c) + 3 <= length - 1 for contexts, _ in engine.calls for c in contexts)
     assert all(t.step_ids[-1] >= 0 for t in cut)  # no observation that nobody answered
-    assert module.describe(cut, "x")["x/truncated"] == 1.0 and module.describe(whole, "x")["x/truncated"] == 0.0
+    assert describe(cut, "x")["x/truncated"] == 1.0
+    assert describe(whole, "x")["x/truncated"] == 0.0
 
 
 def test_a_prompt_longer_than_the_context_names_the_flag(module, lossy):
@@ -207,18 +332,20 @@ def test_a_prompt_longer_than_the_context_names_the_flag(module, lossy):
 
 
 def test_a_group_shares_its_first_observation(module, lossy):
+    def prompts():
+        return World(prompts=iter(["think box", "think wall"]))
+
     with pytest.raises(AssertionError, match="first observations"):
-        play(module, lossy, tasks=[2, 2], world=World(prompts=iter(["think box", "think wall"])))
-    play(module, lossy, tasks=[2, 3], world=World(prompts=iter(["think box", "think wall"])))  # two tasks may differ
+        play(module, lossy, tasks=[2, 2], world=prompts())
+    play(module, lossy, tasks=[2, 3], world=prompts())  # two tasks may differ
 
 
 def test_an_engine_that_saw_other_ids_is_caught():
     """vLLM says what it saw; where that is not what it was asked, the rollout stops."""
     engine = VllmEngine.__new__(VllmEngine)
-    place = SimpleNamespace(logprob=-1.0)
-    sample = SimpleNamespace(token_ids=[UP], logprobs=[{UP: place}])
+    sample = SimpleNamespace(token_ids=[UP], logprobs=[{UP: SimpleNamespace(logprob=-1.0)}])
     output = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[sample])
-    engine.llm = SimpleNamespace(generate=lambda prompts, sampling, use_tqdm, output=output: [output])
+    engine.llm = SimpleNamespace(generate=lambda prompts, sampling, use_tqdm: [output])
     engine.sampling = lambda temperature: None
     assert engine.generate([[1, 2, 3]], 1.0) == [([UP], [-1.0])]
     with pytest.raises(AssertionError, match="other ids"):
@@ -227,11 +354,13 @@ def test_an_engine_that_saw_other_ids_is_caught():
 
 def test_describe_counts_by_trajectory_step_and_group(module):
     def trajectory(task, outcome, valid):
-        steps = [module.Step("", "", v, -0.1, 0.0, None, []) for v in valid]
+        steps = [module.Step("", "", v, game_reward=-0.1) for v in valid]
         return module.Trajectory(task, [], [], outcome, steps, success=outcome == 1, score=outcome)
 
-    played = [trajectory(1, 1.0, [True]), trajectory(1, 0.0, [True, False, False]), trajectory(2, 0.0, [True])]
-    row = module.describe([*played, trajectory(2, 0.0, [True])], "k")
-    expected = {"success": 0.25, "score": 0.25, "return": -0.15, "episode_steps": 1.5, "valid_actions": 4 / 6}
-    expected |= {"dead_groups": 0.5, "truncated": 0.0, "success_error": 0.25}
+    played = [trajectory(1, 1.0, [True]), trajectory(1, 0.0, [True, False, False])]
+    played += [trajectory(2, 0.0, [True]), trajectory(2, 0.0, [True])]
+    row = describe(played, "k")
+    expected = {"success": 0.25, "score": 0.25, "return": -0.15, "episode_steps": 1.5}
+    expected |= {"valid_actions": 4 / 6, "dead_groups": 0.5, "truncated": 0.0}
+    expected |= {"success_error": 0.25}
     assert row == {f"k/{key}": pytest.approx(value) for key, value in expected.items()}
