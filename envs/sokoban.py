@@ -222,8 +222,8 @@ def train_room(task: int, size: int, num_boxes: int) -> Room:
 class SokobanArgs:
     """The flags of this world."""
 
-    num_boxes: int = 1  # A room has so many boxes; 2 are much harder.
-    room_size: int = 6  # A room is a square of so many cells a side, its walls included.
+    num_boxes: int = 1  # Boxes in a room; 2 are much harder.
+    room_size: int = 6  # Side of the room [cells], walls included.
 
 
 class Sokoban:

@@ -20,8 +20,7 @@ class RunArgs:
     """Flags of a run: nothing of them changes what is learnt, but for --dtype's precision."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
-    """What samples: vllm, or hf (transformers); auto takes vllm where it is installed. With hf on a
-    CPU a seed repeats a run bit for bit."""
+    """What samples: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if there."""
     engine_memory: int = 2
     """Memory of the engine's cache of keys and values on a CPU [GiB]; a GPU gives it 40 %."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -43,8 +42,7 @@ class RunArgs:
     run_name: str = ""
     """Directory of this run below --runs-dir; empty: script, seed and time."""
     resume: str = ""
-    """Run to go on with (runs/NAME), or auto: the one that this command began. Give all its flags
-    again."""
+    """Run to go on with (runs/NAME), its flags given again; auto: the one this command began."""
     override: tuple[str, ...] = ()
     """Flags that may differ from those of the run that goes on, as in: learning-rate seed."""
     save_every: int = 1

@@ -87,7 +87,8 @@ def default_model(script: str) -> Path:
     return ROOT / "models" / f"tiny-{environment(script)}"
 
 
-# Scripts that can be started with no flag; a model that is not made yet leaves its scripts to the tests of formulas.
+# Scripts that can be started with no flag; where a model is not made yet, its scripts are left to
+# the tests of formulas.
 READY = [script for script in TRAINERS if default_model(script).is_dir()]
 
 

@@ -6,10 +6,6 @@ import sys
 import time
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-from conftest import ROOT
-
 from envs.sokoban import (
     ACTIONS,
     INVALID,
@@ -23,6 +19,10 @@ from envs.sokoban import (
     search_state,
     train_room,
 )
+
+import numpy as np
+import pytest
+from conftest import ROOT
 
 
 @pytest.fixture(scope="module")

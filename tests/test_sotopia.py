@@ -14,9 +14,6 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
-import pytest
-from conftest import ROOT, load, scripts_with
-
 from envs import sotopia
 from envs.sotopia import (
     DIMENSIONS,
@@ -47,6 +44,9 @@ from envs.sotopia import (
     verdict_schema,
     visible,
 )
+
+import pytest
+from conftest import ROOT, load, scripts_with
 
 PUBLISHED = (
     ROOT.parent / "shared" / "sotopia"

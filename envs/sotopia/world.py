@@ -313,48 +313,43 @@ class SotopiaArgs:
     """The flags of this world."""
 
     sotopia_data: str = ""
-    """Scenarios are read from this directory of the published files; empty: our own, whose outcome
-    a rule knows."""
+    """Directory of the published scenarios; empty: our own, whose outcome a rule knows."""
 
     partner: Literal["scripted", "self"] = "scripted"
     """The other side is played by a program with private values, or by the policy itself (self)."""
 
     partner_url: str = ""
-    """The other side is played by this OpenAI-compatible endpoint instead; its key is in
-    SOTOPIA_PARTNER_KEY."""
+    """OpenAI-compatible endpoint that plays the other side; its key is in SOTOPIA_PARTNER_KEY."""
 
-    partner_model: str = ""  # The endpoint at --partner-url is asked for this model.
+    partner_model: str = ""  # Model that the endpoint at --partner-url is asked for.
 
     judge_url: str = ""
-    """Conversations are judged by this OpenAI-compatible endpoint instead of the rule; its key is
-    in SOTOPIA_JUDGE_KEY."""
+    """OpenAI-compatible endpoint that judges in place of the rule; its key: SOTOPIA_JUDGE_KEY."""
 
-    judge_model: str = ""  # The endpoint at --judge-url is asked for this model.
+    judge_model: str = ""  # Model that the endpoint at --judge-url is asked for.
 
     eval_partner: Literal["", "scripted", "self"] = ""
     """In evaluation the other side is played by this one; empty: as in training."""
 
     eval_partner_url: str = ""
-    """In evaluation the other side is played by this endpoint; its key is in
-    EVAL_SOTOPIA_PARTNER_KEY."""
+    """Endpoint that plays the other side in evaluation; its key: EVAL_SOTOPIA_PARTNER_KEY."""
 
-    eval_partner_model: str = ""  # In evaluation the other side is played by this model.
+    eval_partner_model: str = ""  # Model that plays the other side in evaluation.
 
     eval_judge_url: str = ""
-    """In evaluation this endpoint judges; its key is in EVAL_SOTOPIA_JUDGE_KEY."""
+    """Endpoint that judges in evaluation; its key: EVAL_SOTOPIA_JUDGE_KEY."""
 
-    eval_judge_model: str = ""  # In evaluation this model judges.
+    eval_judge_model: str = ""  # Model that judges in evaluation.
 
     outcome: Literal["goal", "overall"] = "goal"
-    """The outcome r_o is a tenth of the goal score, or (overall) of the mean of the judge's seven
-    dimensions, each moved to 0..10."""
+    """Outcome r_o: the goal score over 10, or the mean of the judge's seven dimensions over 10."""
 
-    in_flight: int = 16  # At most so many requests are under way at an endpoint.
+    in_flight: int = 16  # Most requests under way at an endpoint.
 
-    timeout: float = 120.0  # A try of a request is given up after so many seconds.
+    timeout: float = 120.0  # Longest wait for an answer to a request [s].
 
     tries: int = 5
-    """A request is tried so often, with growing pauses, before its conversation is lost."""
+    """Tries of a request, with growing pauses, before its conversation is lost."""
 
 
 class Sotopia:

@@ -454,17 +454,15 @@ class WebShopArgs:
     """The flags of this world."""
 
     webshop_data: str = ""
-    """The shop is read from this directory of the original's three files; hub fetches them, and
-    empty is a shop of our own."""
+    """Directory of the original's three files, or hub to fetch them; empty: a shop of our own."""
 
-    num_products: int = 0  # Only the first so many products of the file are kept; 0: all.
+    num_products: int = 0  # Products of the file that are kept, the first ones; 0: all.
 
     goals: Literal["human", "synthetic"] = "human"
-    """The instructions are people's own (human), or those that the original generates."""
+    """Whose instructions: people's own, or those that the original generates."""
 
     outcome: Literal["success", "score"] = "success"
-    """The outcome r_o is 1 for a purchase that is all right and else 0 (success), or it is the
-    original's reward from 0 to 1 (score)."""
+    """Outcome r_o: 1 for a purchase that is all right and else 0, or the original's score, 0..1."""
 
 
 class WebShop:
