@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields
 
 import runtime.flags
+from envs.webshop import WebShop
 
 import pytest
 import transformers
@@ -56,6 +57,23 @@ def no_models(monkeypatch):
 
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(loader, "from_pretrained", refuse)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_shop():
+    """WebShop of equal flags is built once: it takes a third of a second, and these tests ask for
+    it hundreds of times before they are refused."""
+    build, shops = WebShop.from_args, {}
+
+    def from_args(args):
+        flags = repr((args.world, args.max_steps))
+        if flags not in shops:
+            shops[flags] = build(args)
+        return shops[flags]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WebShop, "from_args", from_args)
+        yield
 
 
 @pytest.fixture
@@ -218,6 +236,8 @@ def test_help_and_refusals_take_seconds_and_import_little(script, flag, tmp_path
 
 def test_what_is_imported_is_seen(tmp_path):
     """The test above would pass if its program saw nothing."""
+    for name in ("wandb", "peft"):
+        (tmp_path / f"{name}.py").touch()
     (tmp_path / "script.py").write_text("import wandb, peft\n")
     command = [sys.executable, "-c", STARTED, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True)

