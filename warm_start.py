@@ -38,13 +38,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 # The units inside which byte pairs are merged: what has to be copied or compared is the same token
 # wherever it stands.
@@ -213,9 +206,11 @@ def demonstrate(env, expert, args) -> list[tuple[str, list[tuple[str, str]]]]:
     return demonstrations
 
 
-def new_tokenizer(demonstrations: list, units: str, vocabulary: int) -> PreTrainedTokenizerFast:
+def new_tokenizer(demonstrations: list, units: str, vocabulary: int):
     """A byte-level BPE of the demonstrations' text: whatever is written round-trips, what is common
     is one token."""
+    from transformers import PreTrainedTokenizerFast  # here, so that --help does not wait for it
+
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(units), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -238,13 +233,15 @@ def new_tokenizer(demonstrations: list, units: str, vocabulary: int) -> PreTrain
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **ends)
 
 
-def new_model(tokenizer, args) -> Qwen3ForCausalLM:
+def new_model(tokenizer, args):
     """A small Qwen3. The wide initialisation and the short rotary base are what let so small a
     model learn quickly.
 
     --copying-heads ties each head's output projection to its value projection, W_o = W_v^T at the
     start: with tied embeddings a token that is attended to becomes likelier. In the manner of
     mimetic initialisation (arXiv 2305.09828)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden,
@@ -322,6 +319,8 @@ def main():
     demonstrations = demonstrate(env, world.expert, args)
 
     if args.model:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:

@@ -213,16 +213,25 @@ QUICK += [(script, "--group-size=1") for script in ONE_EACH]
 
 @pytest.mark.parametrize("script, flag", QUICK)
 def test_help_and_refusals_take_seconds_and_import_little(script, flag, tmp_path):
-    """At most 5 s of the processor, with one thread. What else runs on the machine makes a process
-    dearer, so the cheapest of three starts counts."""
-    command = [sys.executable, "-W", "ignore", "-c", STARTED, str(ROOT / f"{script}.py"), flag]
+    """At most three times what importing torch and transformers' names takes on this machine at
+    this moment (about 1.5 s of the processor, one thread). What else runs on the machine makes a
+    process dearer, so the cheapest of up to five starts of each counts."""
+    python = [sys.executable, "-W", "ignore", "-c"]
+    command = [*python, STARTED, str(ROOT / f"{script}.py"), flag]
     said = {"cwd": tmp_path, "capture_output": True, "text": True}
-    spent = []
-    while len(spent) < 3 and min(spent, default=9) > 5.0:
+    said["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(command: list[str]) -> tuple[float, subprocess.CompletedProcess]:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(command, **said, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(command, **said)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, done
+
+    spent, bare = [], []
+    while len(spent) < 5 and min(spent, default=9) > 3 * min(bare, default=0):
+        bare.append(start([*python, "import torch, transformers"])[0])
+        seconds, done = start(command)
+        spent.append(seconds)
 
         lines = done.stderr.splitlines()
         assert "imported:" in lines, done.stderr
@@ -230,7 +239,7 @@ def test_help_and_refusals_take_seconds_and_import_little(script, flag, tmp_path
             assert done.returncode == 0 and lines == ["imported:"] and "--seed" in done.stdout
         else:
             assert done.returncode == 1 and lines[-1].startswith("--group-size 1: ")
-    assert min(spent) <= 5.0, spent
+    assert min(spent) <= 3 * min(bare), (spent, bare)
     assert not list(tmp_path.iterdir())
 
 
