@@ -30,6 +30,7 @@ from runtime.batching import average, batch_logprobs, flat_tensors, micro_batche
 from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
+from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
 from runtime.rounds import Player, known, rounds
 from runtime.run import Run, ends_cleanly
 from runtime.statistics import mean_gap, prm_statistics
@@ -47,48 +48,48 @@ class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
     model: str = "models/tiny-sotopia"  # Initial policy: a directory, or a name on the hub.
-    max_steps: int = 6  # Most answers of a side [steps], half of the turns (paper: 10).
-    max_action_tokens: int = 48  # Longest answer [tokens]; one that reasons in words needs 512.
-    max_context_tokens: int = 2048  # Longest sequence [tokens]; what would outgrow it is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
-    seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 80  # Rounds of rollout and update.
-    tasks_per_iteration: int = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
-    group_size: int = 8  # Trajectories per task, which are compared (paper: G = 8).
-    temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: float = 1e-3
+    max_steps: Count = 6  # Most answers of a side [steps], half of the turns (paper: 10).
+    max_action_tokens: Count = 48  # Longest answer [tokens]; one that reasons in words needs 512.
+    max_context_tokens: Count = 2048  # Longest sequence [tokens]; what outgrows it is truncated.
+    history: Natural = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    seed: Seed = 1  # Seed of tasks, sampling and initialisation.
+    iterations: Count = 80  # Rounds of rollout and update.
+    tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
+    group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
+    temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
+    learning_rate: Rate = 1e-3
     """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
-    lr_halving: float = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
-    minibatches: int = 2  # Optimiser steps per iteration, each on a random share of trajectories.
-    max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
-    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
+    lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
+    minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
+    max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
+    clip: Positive = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     ratio: Literal["step", "step-mean", "token"] = "step"
     """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
-    invalid_penalty: float = 0.1  # Taken off the outcome that a step with an invalid answer sees.
-    engine_correction: float = 0.0
+    invalid_penalty: NonNegative = 0.1  # Taken off the outcome that an invalid answer's step sees.
+    engine_correction: NonNegative = 0.0
     """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
-    policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
+    policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
     estimator: Literal["rloo", "grpo", "reinforce++"] = "grpo"
     """Estimator of the episode advantage A^E; iStar adds A^S to any of them."""
-    alpha: float = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
-    beta: float = 0.05  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
-    prm_learning_rate: float = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
-    prm_weight_decay: float = 0.01  # Weight decay of the PRM: it pulls back to the initial model.
-    prm_lora_rank: int = 16  # Rank of the PRM, a LoRA adapter on the initial model.
-    prm_steps: int = 1  # Optimiser steps of the PRM per iteration, each over all pairs.
+    alpha: NonNegative = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
+    beta: NonNegative = 0.05  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
+    prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
+    prm_weight_decay: NonNegative = 0.01  # Weight decay of the PRM: it pulls to the initial model.
+    prm_lora_rank: Count = 16  # Rank of the PRM, a LoRA adapter on the initial model.
+    prm_steps: Count = 1  # Optimiser steps of the PRM per iteration, each over all pairs.
     prm_score: Literal["after", "before"] = "after"
     """Steps are scored after the PRM's update, or before it as in the paper's code."""
     prm_reduce: Literal["sum", "mean"] = "sum"
     """L(tau) is a sum over steps as in the paper, or a mean as in its code."""
-    prm_drift_bound: float = 0.3
+    prm_drift_bound: NonNegative = 0.3
     """Bound on a step's |log pi_phi - log pi_old| [nats]; the excess is penalised, squared."""
-    pair_margin: float = 0.1  # The outcomes of a pair differ by more than this, a goal point.
+    pair_margin: NonNegative = 0.1  # The outcomes of a pair differ by more than this, a goal point.
     equal_length_pairs: bool = True
     """Pairs compare their first min(T+, T-) steps; else length alone would rank them."""
     mixed_groups_only: bool = True
     """Groups of equal outcomes get no A^S: no pair has taught the PRM anything about them."""
-    step_std_floor: float = 0.1
+    step_std_floor: NonNegative = 0.1
     """Floor under the std of a group's step rewards, so that an uninformed PRM stays quiet."""
 
 

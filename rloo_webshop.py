@@ -26,6 +26,7 @@ from runtime.batching import average, batch_logprobs, flat_tensors, micro_batche
 from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
+from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
 from runtime.statistics import mean_gap
@@ -42,27 +43,27 @@ class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
     model: str = "models/tiny-webshop"  # Initial policy: a directory, or a name on the hub.
-    max_steps: int = 10  # Longest episode [steps]; an invalid answer costs one too.
-    max_action_tokens: int = 32  # Longest answer [tokens]; one that reasons in words needs 512.
-    max_context_tokens: int = 3072  # Longest sequence [tokens]; what would outgrow it is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
-    seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 80  # Rounds of rollout and update.
-    tasks_per_iteration: int = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
-    group_size: int = 8  # Trajectories per task, which are compared (paper: G = 8).
-    temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: float = 5e-4
+    max_steps: Count = 10  # Longest episode [steps]; an invalid answer costs one too.
+    max_action_tokens: Count = 32  # Longest answer [tokens]; one that reasons in words needs 512.
+    max_context_tokens: Count = 3072  # Longest sequence [tokens]; what outgrows it is truncated.
+    history: Natural = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    seed: Seed = 1  # Seed of tasks, sampling and initialisation.
+    iterations: Count = 80  # Rounds of rollout and update.
+    tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
+    group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
+    temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
+    learning_rate: Rate = 5e-4
     """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
-    lr_halving: float = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
-    minibatches: int = 2  # Optimiser steps per iteration, each on a random share of trajectories.
-    max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
-    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
+    lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
+    minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
+    max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
+    clip: Positive = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     ratio: Literal["step", "step-mean", "token"] = "token"
     """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
-    invalid_penalty: float = 0.1  # Taken off the outcome that a step with an invalid answer sees.
-    engine_correction: float = 0.0
+    invalid_penalty: NonNegative = 0.1  # Taken off the outcome that an invalid answer's step sees.
+    engine_correction: NonNegative = 0.0
     """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
-    policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
+    policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
 
 # === block: data ===

@@ -26,9 +26,10 @@ from typing import Literal, NamedTuple
 from runtime.batching import flat_tensors, micro_batches
 from runtime.chat import Chat
 from runtime.engines import HfEngine
-from runtime.flags import Flat, parse
+from runtime.flags import Flat, parse, refuse
 from runtime.networks import Network, action_logprobs
 from runtime.processes import gather, my_tasks
+from runtime.ranges import Count, Fraction, Natural, Positive, Rate, Seed, ZeroOrMore, whole
 from runtime.report import describe
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 
@@ -66,8 +67,8 @@ PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 class RunArgs:
     """What the machine bears; no result changes."""
 
-    micro_batch_tokens: int = 8192  # A forward and backward pass has at most so many tokens.
-    engine_memory: int = 2  # The cache of keys and values takes so many GiB on a CPU (GPU: 40 %).
+    micro_batch_tokens: Count = 8192  # A forward and backward pass has at most so many tokens.
+    engine_memory: Count = 2  # The cache of keys and values takes so many GiB on a CPU (GPU: 40 %).
     dtype: Literal["float32", "bfloat16"] = "float32"  # Matrix products have this precision.
 
 
@@ -80,38 +81,39 @@ class Args:
     model: str = ""
     """The policy starts from this directory or name on the hub; empty: from nothing."""
     out: str = "models/new"  # The policy is kept in this directory.
-    target: float = 0.3  # Training stops at this success on held-out tasks.
-    min_updates: int = 200
+    target: Fraction = 0.3  # Training stops at this success on held-out tasks.
+    min_updates: Natural = 200
     """The first look comes after so many updates: the clone has to know moves, not only the
     form."""
-    max_updates: int = 4000  # Training gives up after so many updates.
-    demonstrations: int = 5000  # The expert plays so many episodes.
-    noise: float = 0.85  # An action of a demonstration is random with this probability.
-    observation_share: float = 0.0
+    max_updates: Count = 4000  # Training gives up after so many updates.
+    demonstrations: Count = 5000  # The expert plays so many episodes.
+    noise: Fraction = 0.85  # An action of a demonstration is random with this probability.
+    observation_share: Fraction = 0.0
     """The environment's tokens are targets too, this share of them: repeated pages teach to
     copy."""
-    batch_size: int = 64  # An update sees so many episodes.
-    learning_rate: float = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.
+    batch_size: Count = 64  # An update sees so many episodes.
+    learning_rate: Rate = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.
     decay: bool = False  # The rate falls linearly to 0 at --max-updates; else it is constant.
-    eval_every: int = 20  # The held-out tasks are played after every so many updates.
-    eval_temperature: float = 0.4  # Evaluation samples at this temperature.
-    vocabulary: int = 640  # A new tokenizer has so many tokens.
-    hidden: int = 64  # A new model has this width.
-    layers: int = 3  # A new model has so many layers.
-    heads: int = 2  # A new model has so many query heads, 32 wide.
-    kv_heads: int = 1  # A new model has so many key and value heads.
-    rotary_base: float = 1000.0
+    eval_every: Count = 20  # The held-out tasks are played after every so many updates.
+    eval_temperature: ZeroOrMore = 0.4  # Evaluation samples at this temperature.
+    vocabulary: whole(259, 1_000_000) = 640
+    """A new tokenizer has so many tokens; 256 bytes and three marks are always there."""
+    hidden: whole(1, 16_384) = 64  # A new model has this width.
+    layers: whole(1, 256) = 3  # A new model has so many layers.
+    heads: whole(1, 16_384) = 2  # A new model has so many query heads, 32 wide.
+    kv_heads: whole(1, 16_384) = 1  # A new model has so many key and value heads.
+    rotary_base: Positive = 1000.0
     """A new model's rotary positions have this base: a short one suits short sequences."""
     copying_heads: bool = False
     """A new model's heads start by copying what they look at, which halves the time to learn to."""
-    max_steps: int = 15  # An episode ends after so many steps.
-    max_action_tokens: int = 16  # An answer is cut after so many tokens.
-    max_context_tokens: int = 1024
+    max_steps: Count = 15  # An episode ends after so many steps.
+    max_action_tokens: Count = 16  # An answer is cut after so many tokens.
+    max_context_tokens: Count = 1024
     """An episode that would outgrow so many tokens is truncated; a new model has so many
     positions."""
-    history: int = 0  # A step sees so many past turns; 0 is all of them.
-    temperature: float = 1.0  # Log-probabilities are taken at this temperature.
-    seed: int = 1  # Demonstrations, initialisation and order are drawn from this seed.
+    history: Natural = 0  # A step sees so many past turns; 0 is all of them.
+    temperature: Positive = 1.0  # Log-probabilities are taken at this temperature.
+    seed: Seed = 1  # Demonstrations, initialisation and order are drawn from this seed.
 
 
 # === block: data ===
@@ -312,6 +314,8 @@ def update(policy: Network, trajectories: list[Trajectory], args) -> float:
 
 def main():
     args = parse(Args, __doc__)
+    if args.heads % args.kv_heads:
+        refuse("kv_heads", args.kv_heads, f"has to divide --heads {args.heads}")
     random.seed(args.seed)
     torch.manual_seed(args.seed)
     world = import_module(f"envs.{args.environment}")

@@ -23,7 +23,7 @@ from learning_curves import RESULTS, ROOT, run_all
 def default_rate(script: str) -> float:
     """The rate that a script has without a flag."""
     text = (ROOT / f"{script}.py").read_text()
-    return float(re.search(r"^    learning_rate: float = (\S+)", text, re.MULTILINE)[1])
+    return float(re.search(r"^    learning_rate: Rate = (\S+)", text, re.MULTILINE)[1])
 
 
 def result_of(script: str, rate: str, rows: list[dict]) -> dict:

@@ -22,6 +22,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from envs.response import action_words
+from runtime.ranges import whole
 
 import numpy as np
 
@@ -222,8 +223,8 @@ def train_room(task: int, size: int, num_boxes: int) -> Room:
 class SokobanArgs:
     """The flags of this world."""
 
-    num_boxes: int = 1  # Boxes in a room; 2 are much harder.
-    room_size: int = 6  # Side of the room [cells], walls included.
+    num_boxes: whole(1, 4) = 1  # Boxes in a room; 2 are much harder.
+    room_size: whole(5, 10) = 6  # Side of the room [cells], walls included.
 
 
 class Sokoban:

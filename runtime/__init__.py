@@ -1,6 +1,7 @@
 """What keeps a run going and changes nothing that is learnt: the plumbing behind every script.
 
     flags.py          RunArgs, the flags of a run; the command line; refusing what cannot work
+    ranges.py         what a flag's value may be, declared beside the flag
     run.py            Run: directory, rows, clock, seeds, evaluation and saving; clean ends
     report.py         what episodes were like, the terminal's lines, curve.png
     checkpoints.py    checkpoints that are whole or absent, and taking them up again

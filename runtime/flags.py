@@ -4,9 +4,12 @@ import math
 import os
 import sys
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
 
 import tyro
 
@@ -21,35 +24,35 @@ class RunArgs:
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """What samples: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if there."""
-    engine_memory: int = 2
+    engine_memory: Count = 2
     """Memory of the engine's cache of keys and values on a CPU [GiB]; a GPU gives it 40 %."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of engine, matrix products and frozen weights; the rest is float32."""
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: Count = 8192
     """Most tokens in one forward and backward pass: bounds the memory, changes no result."""
-    eval_every: int = 10
+    eval_every: Count = 10
     """Iterations from one evaluation to the next; the last iteration is always evaluated."""
     eval_only: bool = False
     """Evaluate --model on the panel and stop."""
-    eval_tasks: int = 128
+    eval_tasks: Count = 128
     """Size of the evaluation panel: always the first tasks of the world's fixed list."""
-    eval_samples: int = 2
+    eval_samples: Count = 2
     """Episodes per task of the panel."""
-    eval_temperature: float = 0.4
+    eval_temperature: ZeroOrMore = 0.4
     """Sampling temperature in evaluation (paper: 0.4); 0 takes the likeliest token."""
     runs_dir: str = "runs"
     """Directory in which runs are kept."""
-    run_name: str = ""
+    run_name: Name = ""
     """Directory of this run below --runs-dir; empty: script, seed and time."""
     resume: str = ""
     """Run to go on with (runs/NAME), its flags given again; auto: the one this command began."""
     override: tuple[str, ...] = ()
     """Flags that may differ from those of the run that goes on, as in: learning-rate seed."""
-    save_every: int = 1
+    save_every: Count = 1
     """Iterations from one checkpoint to the next."""
-    keep: int = 2
+    keep: Count = 2
     """Checkpoints that are kept, the last ones; that of the best evaluation is kept too."""
-    processes: int = 1
+    processes: Count = 1
     """Processes that the launcher has started (docs/many-gpus.md); another number is refused."""
     trust_remote_code: bool = False
     """Run the program that comes with --model; without this flag such a model is refused."""
@@ -61,35 +64,91 @@ class RunArgs:
 
 
 def parse(args_class: type[T], description: str) -> T:
-    """The script's flags from the command line.
+    """The script's flags from the command line; exits with one line where a flag is unknown or its
+    value is not what its type says (runtime/ranges.py).
 
     Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
-    --flag=False; any other value of it is refused with the flag's name."""
-    argv = [as_switch(word, booleans_of(args_class)) for word in sys.argv[1:]]
+    --flag=False."""
+    kinds = kinds_of(args_class)
+    argv = [as_switch(word, kinds) for word in sys.argv[1:]]
+    if not {"-h", "--help"} & {*argv}:
+        check_words(argv, kinds)
     return tyro.cli(args_class, args=argv, description=description)
 
 
-def booleans_of(args_class) -> set[str]:
-    """The names of its boolean flags, also of nested dataclasses, with underscores."""
-    names = set()
+def kinds_of(args_class) -> dict[str, tuple[Any, Any]]:
+    """{name: (its type, its default)} of all flags, also those of nested dataclasses."""
+    kinds, hints = {}, get_type_hints(args_class, include_extras=True)
     for each in fields(args_class):
-        nested = getattr(each.type, "__origin__", each.type)
+        kind = hints[each.name]
+        nested = getattr(kind, "__origin__", kind)
         if is_dataclass(nested):
-            names |= booleans_of(nested)
-        elif each.type is bool:
-            names.add(each.name)
-    return names
+            kinds |= kinds_of(nested)
+        else:
+            kinds[each.name] = kind, each.default
+    return kinds
 
 
-def as_switch(word: str, booleans: set[str]) -> str:
+def as_switch(word: str, kinds: dict) -> str:
     """--flag=True as --flag, --flag=False as --no-flag; other words as they are."""
     name, equals, value = word.partition("=")
-    name = name.removeprefix("--").replace("_", "-")
-    if not word.startswith("--") or not equals or name.replace("-", "_") not in booleans:
+    name = name.removeprefix("--").replace("-", "_")
+    if not word.startswith("--") or not equals or kinds.get(name, [None])[0] is not bool:
         return word
     if value.lower() not in ("true", "false"):
-        sys.exit(f"--{name} {value}: True or False")
-    return f"--{name}" if value.lower() == "true" else f"--no-{name}"
+        refuse(name, value, "True or False")
+    flag = name.replace("_", "-")
+    return f"--{flag}" if value.lower() == "true" else f"--no-{flag}"
+
+
+def check_words(argv: list[str], kinds: dict) -> None:
+    """Exit with one line where a word of the command line is no flag, or not what a flag needs."""
+    words = iter(enumerate(argv))
+    for place, word in words:
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if name.removeprefix("no_") in kinds and kinds[name.removeprefix("no_")][0] is bool:
+            if not equals:
+                continue
+        if not word.startswith("--") or name not in kinds:
+            near = get_close_matches(name, kinds, 1)
+            meant = f"; perhaps --{near[0].replace('_', '-')}" if near else ""
+            sys.exit(f"{shown(word)}: no such flag{meant}; --help names them all")
+
+        kind, default = kinds[name]
+        if get_origin(kind) is tuple:  # all words up to the next flag
+            given = [value] if equals else []
+            for word in argv[place + 1 :]:
+                if word.startswith("--"):
+                    break
+                given.append(next(words)[1])
+            continue
+        if not equals:
+            value = next(words, (0, None))[1]
+            if value is None or is_flag(value, kinds):
+                sys.exit(f"{flag}: a value is missing")
+        if reason := refusal(kind, default, value):
+            refuse(name, value, reason)
+
+
+def is_flag(word: str, kinds: dict) -> bool:
+    """Whether a word of the command line is the name of a flag."""
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+    return word.startswith("--") and (name in kinds or name.removeprefix("no_") in kinds)
+
+
+def refusal(kind, default, value: str) -> str:
+    """Why this value cannot be that of a flag of this type, or nothing."""
+    if get_origin(kind) is Literal:
+        choices = [str(choice) for choice in get_args(kind)]
+        named = ", ".join(choice or '""' for choice in choices)
+        return "" if value in choices else f"has to be one of {named}"
+    found = [m for m in getattr(kind, "__metadata__", ()) if isinstance(m, Range | Text)]
+    if not found and kind in UNDECLARED:
+        found = [UNDECLARED[kind]]
+    if not found and kind is str:  # only where it is empty by itself may it be empty
+        found = [Text(may_be_empty=default == "")]
+    return found[0].refusal(value) if found else ""
 
 
 def flags_of(args) -> dict:
@@ -109,30 +168,11 @@ def flags_of(args) -> dict:
 
 # ------------ what cannot work ------------
 
-LEAST = dict.fromkeys(
-    "iterations tasks_per_iteration max_steps max_action_tokens max_context_tokens minibatches "
-    "micro_batch_tokens eval_every eval_tasks eval_samples save_every keep engine_memory "
-    "lr_halving prm_lora_rank prm_steps critic_lora_rank".split(),
-    1,
-)
-LEAST |= dict.fromkeys(
-    "history policy_lora_rank eval_temperature engine_correction learning_rate prm_learning_rate "
-    "beta critic_learning_rate value_clip gamma gae_lambda step_gamma step_weight".split(),
-    0,
-)
-LEAST["group_size"] = 2
-
 
 def check(args, env) -> str:
     """The directory (or hub name) of --model; exits with one line that names the flag where
     arguments cannot work. Nothing is loaded but the model's configuration."""
-    flags, run_args = flags_of(args), args.run_args
-    for name, least in LEAST.items():
-        if name in flags and float(flags[name]) < least:
-            refuse(name, flags[name], f"has to be at least {least}")
-    if args.temperature <= 0:
-        reason = "training samples, so it is above 0; --eval-temperature may be 0 (greedy)"
-        refuse("temperature", args.temperature, reason)
+    run_args = args.run_args
     if run_args.eval_tasks > len(env.eval_tasks):
         panel = f"the panel of {env.name} has {len(env.eval_tasks)}"
         refuse("eval_tasks", run_args.eval_tasks, panel)
@@ -147,7 +187,14 @@ def check(args, env) -> str:
 
 def refuse(name: str, value, reason: str) -> None:
     """Exit with one line that names the flag, what was given and why it cannot be."""
-    sys.exit(f"--{name.replace('_', '-')} {value}: {reason}")
+    sys.exit(f"--{name.replace('_', '-')} {shown(value)}: {reason}")
+
+
+def shown(value) -> str:
+    """A value as one line can show it: nothing of it reaches the terminal as control."""
+    text = str(value) or '""'
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_writable(runs_dir: str) -> None:

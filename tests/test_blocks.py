@@ -268,7 +268,7 @@ def test_fix_touches_its_target_and_there_what_is_shared(tree):
     """What a script does not share stays as it is, main too, and so do all other scripts."""
     path = tree / "rloo_sokoban.py"
     edit(path, "RLOO on Sokoban", "My RLOO")
-    edit(path, "group_size: int = 8", "group_size: int = 9")
+    edit(path, "group_size: Several = 8", "group_size: Several = 9")
     edit(path, 'run.lap("sync")', "run.lap('sync')")
     expected = path.read_bytes()
     edit(path, *RENAMED)  # in a block

@@ -95,7 +95,8 @@ def test_what_is_no_boolean_is_refused_in_one_line_with_the_flags_name(script, v
         for written in (flag, flag.replace("_", "-")):
             with pytest.raises(SystemExit) as stop:
                 parsed(script, f"{written}={value}")
-            assert stop.value.code == f"{flag.replace('_', '-')} {value}: True or False"
+            shown = value or '""'
+            assert stop.value.code == f"{flag.replace('_', '-')} {shown}: True or False"
 
 
 def knows(script, flag) -> bool:

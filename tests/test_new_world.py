@@ -78,7 +78,7 @@ def arguments(length):
 
 @pytest.mark.parametrize("length", (40, 60))
 def test_the_pages_world_keeps_the_pages_contract(corridor, length):
-    assert "[cells], at least 40." in PAGE
+    assert "corridor_length: whole(40, 10_000) = 100" in PAGE
     env = corridor.Corridor.from_args(arguments(length))
     sets = [set(tasks) for tasks in (env.train_tasks, env.eval_tasks, env.validation_tasks)]
     assert all(len(tasks) >= 100 for tasks in sets) and len(env.eval_tasks) >= 128

@@ -75,6 +75,7 @@ from envs.sotopia.scenarios import (
     recast,
     scripted,
 )
+from runtime.ranges import Count, Positive, whole
 
 MOST_TURNS = 20  # of a conversation, both sides together, as in SOTOPIA
 MAX_ACTION = 1000  # characters of what is said at once
@@ -344,11 +345,11 @@ class SotopiaArgs:
     outcome: Literal["goal", "overall"] = "goal"
     """Outcome r_o: the goal score over 10, or the mean of the judge's seven dimensions over 10."""
 
-    in_flight: int = 16  # Most requests under way at an endpoint.
+    in_flight: Count = 16  # Most requests under way at an endpoint.
 
-    timeout: float = 120.0  # Longest wait for an answer to a request [s].
+    timeout: Positive = 120.0  # Longest wait for an answer to a request [s].
 
-    tries: int = 5
+    tries: whole(1, 100) = 5
     """Tries of a request, with growing pauses, before its conversation is lost."""
 
 

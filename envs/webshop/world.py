@@ -32,6 +32,7 @@ from envs.webshop.catalogue import (
     make_validation_goals,
 )
 from envs.webshop.search import cache_directory, write_atomically
+from runtime.ranges import Natural
 
 from thefuzz import fuzz
 
@@ -456,7 +457,7 @@ class WebShopArgs:
     webshop_data: str = ""
     """Directory of the original's three files, or hub to fetch them; empty: a shop of our own."""
 
-    num_products: int = 0  # Products of the file that are kept, the first ones; 0: all.
+    num_products: Natural = 0  # Products of the file that are kept, the first ones; 0: all.
 
     goals: Literal["human", "synthetic"] = "human"
     """Whose instructions: people's own, or those that the original generates."""

@@ -1,0 +1,168 @@
+"""Every flag of every script says which values it may have, and takes no other."""
+
+import math
+import sys
+from typing import Literal, get_args, get_origin
+
+from runtime.flags import as_switch, check_words, flags_of, kinds_of, parse
+from runtime.ranges import Range
+
+import pytest
+from conftest import load, scripts_with
+
+SCRIPTS = scripts_with("Args", "main")
+NO_NUMBER = ("nan", "-nan", "", " ", "1e", "one", "0x10", "[1]", "1,5", "None", "\x1b[2J", "\udcff")
+NEVER = ("-inf", "-1", "-1e-300", "-18446744073709551616")
+HUGE = str(2**64)
+
+# written by hand, apart from what the flags declare: who reads a declaration wrong is caught here
+MAY_BE_0 = set(
+    "history policy_lora_rank seed num_products min_updates learning_rate prm_learning_rate "
+    "critic_learning_rate eval_temperature invalid_penalty engine_correction alpha beta "
+    "prm_weight_decay prm_drift_bound pair_margin step_std_floor step_weight gamma gae_lambda "
+    "step_gamma target noise observation_share".split()
+)
+MAY_BE_INFINITE = {"lr_halving", "max_grad_norm"}
+
+
+def flags_like(script, *kinds) -> dict:
+    """{name: (type, default)} of a script's flags whose value is of one of these kinds."""
+    flags = kinds_of(load(script).Args)
+    return {n: f for n, f in flags.items() if getattr(f[0], "__origin__", f[0]) in kinds}
+
+
+def assert_refused(script, name, value):
+    """In one line that names the flag, the value and what it has to be, however it is written."""
+    kinds, flag = kinds_of(load(script).Args), f"--{name.replace('_', '-')}"
+    for words in ([f"{flag}={value}"], [f"--{name}={value}"], [flag, value]):
+        with pytest.raises(SystemExit) as stop:
+            check_words(words, kinds)
+        said = stop.value.code
+        assert said.isprintable() and len(said) < 500, said
+        assert said.startswith(f"{flag} ") and ": " in said, said
+        assert not value.isprintable() or (value[:200] or '""') in said, said
+
+
+def assert_taken(script, name, value):
+    kinds, flag = kinds_of(load(script).Args), f"--{name.replace('_', '-')}"
+    check_words([f"{flag}={value}"], kinds)
+    check_words([flag, value], kinds)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_declares_its_range(script):
+    """So no flag can be without: an int or a float alone would be in this list."""
+    numbers = flags_like(script, int, float)
+    assert len(numbers) > 12
+    for name, (kind, default) in numbers.items():
+        ranges = [m for m in getattr(kind, "__metadata__", ()) if isinstance(m, Range)]
+        assert len(ranges) == 1, f"--{name} declares no range: see runtime/ranges.py"
+        assert not ranges[0].refusal(str(default)), f"--{name} {default}, its default, is outside"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_flag_takes_what_is_no_number_or_below_0(script):
+    for name in flags_like(script, int, float):
+        for value in (*NO_NUMBER, *NEVER):
+            assert_refused(script, name, value)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_zero_infinity_and_2_to_the_64(script):
+    for name in flags_like(script, int, float):
+        check = assert_taken if name in MAY_BE_0 else assert_refused
+        check(script, name, "0")
+        check = assert_taken if name in MAY_BE_INFINITE else assert_refused
+        check(script, name, "inf")
+        check(script, name, HUGE if name not in flags_like(script, int) else "inf")
+    for name in flags_like(script, int):
+        for value in (HUGE, "1.5", "1e3", "9" * 5000):
+            assert_refused(script, name, value)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_both_ends_of_a_range_are_in_it_and_their_neighbours_are_not(script):
+    for name, (kind, _) in flags_like(script, int, float).items():
+        (values,) = (m for m in kind.__metadata__ if isinstance(m, Range))
+        ends = values.least, values.most
+        for end, beyond in zip(ends, (-math.inf, math.inf)):
+            assert_taken(script, name, str(end))
+            step = math.copysign(1, beyond)
+            next_one = end + int(step) if values.kind is int else math.nextafter(end, beyond)
+            if math.isfinite(end):
+                assert_refused(script, name, str(next_one))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_are_one_of_those_that_there_are(script):
+    for name, (kind, _) in kinds_of(load(script).Args).items():
+        if get_origin(kind) is not Literal:
+            continue
+        for value in (
+            "nan",
+            "-1",
+            "0",
+            HUGE,
+            "Step",
+            "step ",
+            "\n",
+            *[""] * ("" not in get_args(kind)),
+        ):
+            assert_refused(script, name, value)
+        for value in get_args(kind):
+            assert_taken(script, name, value)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_texts_are_printable_and_empty_only_where_they_are_so_by_themselves(script):
+    for name, (_, default) in flags_like(script, str).items():
+        for value in ("a\nb", "\x1b[31m", "a\0b", "\udcff", "a" * 5000, "\u202e", "a\u2028b"):
+            assert_refused(script, name, value)
+        (assert_taken if default == "" else assert_refused)(script, name, "")
+        assert_taken(script, name, "a b")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_switches_take_true_and_false_alone(script):
+    kinds = kinds_of(load(script).Args)
+    switches = [name for name, (kind, _) in kinds.items() if kind is bool]
+    assert switches
+    for name in switches:
+        for value in ("nan", "inf", "-1", "0", HUGE, "", "yes"):
+            with pytest.raises(SystemExit) as stop:
+                as_switch(f"--{name}={value}", kinds)
+            flag = f"--{name.replace('_', '-')}"
+            assert stop.value.code == flag + f" {value}: True or False".replace(" :", ' "":')
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_is_taken_arrives(script, monkeypatch):
+    """Through tyro, as main has it."""
+    numbers = flags_like(script, int, float)
+    chosen = {name: "0" for name in numbers if name in MAY_BE_0}
+    chosen |= {name: "inf" for name in numbers if name in MAY_BE_INFINITE}
+    monkeypatch.setattr(sys, "argv", [script, *(f"--{n}={v}" for n, v in chosen.items())])
+    flags = flags_of(parse(load(script).Args, ""))
+    assert {name: float(flags[name]) for name in chosen} == {n: float(v) for n, v in chosen.items()}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_words_that_are_no_flag_are_refused_with_the_nearest(script):
+    kinds = kinds_of(load(script).Args)
+    for words, told in {
+        ("--sed", "3"): "--sed: no such flag; perhaps --seed;",
+        ("--seed",): "--seed: a value is missing",
+        ("--seed", "--max-steps", "3"): "--seed: a value is missing",
+        ("seed",): "seed: no such flag",
+        ("--seed", "3", "4"): "4: no such flag",
+        ("",): '"": no such flag',
+        ("--",): "--: no such flag",
+        ("-x",): "-x: no such flag",
+        ("--no-seed",): "--no-seed: no such flag",
+        ("--run_args.seed=3",): "--run_args.seed=3: no such flag",
+        ("\x1b[2J",): "'\\x1b[2J': no such flag",
+    }.items():
+        with pytest.raises(SystemExit) as stop:
+            check_words([*words], kinds)
+        assert stop.value.code.startswith(told), stop.value.code
+        assert stop.value.code.isprintable()
