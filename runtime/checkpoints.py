@@ -19,7 +19,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runtime import processes
-from runtime.files import hash_file, read_json, replace_file, rows_of, sync, to_json, write_json
+from runtime.files import (
+    copy_aside,
+    hash_file,
+    read_json,
+    read_rows,
+    replace_file,
+    sync,
+    to_json,
+    write_json,
+)
 from runtime.networks import Network, assert_finite, plain, policy_weights
 
 from safetensors import SafetensorError
@@ -34,13 +43,25 @@ class DamagedError(Exception):
     """A checkpoint that is not what was written."""
 
 
-def best_of(rows: list[dict]) -> tuple[int, float] | None:
+def best_of(rows: list[dict], known: list | None = None) -> tuple[int, float] | None:
     """(iteration, score) of the best evaluation after training began: SOTOPIA's goal, else success;
-    the first of equal ones. None before there is one."""
-    key = "eval/goal" if rows and "eval/goal" in rows[0] else "eval/success"
-    seen = [row for row in rows if row["iteration"] and row.get(key) is not None]
-    best = max(seen, key=lambda row: row[key], default=None)
-    return (best["iteration"], best[key]) if best else None
+    the first of equal ones. None before there is one. known: that of a checkpoint, whose row may be
+    lost."""
+    key = "eval/goal" if any("eval/goal" in row for row in rows) else "eval/success"
+    seen = [
+        (row["iteration"], row[key])
+        for row in rows
+        if row["iteration"] and row.get(key) is not None
+    ]
+    if known:
+        seen.append((known[0], known[1]))
+    return max(seen, key=lambda best: (best[1], -best[0]), default=None)
+
+
+def best_kept(run: Path) -> list | None:
+    """What the run's last checkpoint knows of the best evaluation."""
+    kept = kept_in(run)
+    return read_json(kept[-1] / "state.json")["best"] if kept else None
 
 
 def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokenizer, args) -> None:
@@ -52,7 +73,7 @@ def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokeni
     Trained parameters and their moments go to trained.safetensors as name.index[.moment]. Raises
     FloatingPointError where a parameter is not finite: such a network is not kept. Of several
     processes the first one writes; of a sharded policy the others have parts to give."""
-    iteration, best = rows[-1]["iteration"], best_of(rows)
+    iteration, best = rows[-1]["iteration"], best_of(rows, best_kept(run))
     always = (args.iterations, best and best[0])
     if iteration % args.run_args.save_every and iteration not in always:
         return
@@ -140,6 +161,7 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
     (0, []) of a run that was stopped before its first. Later rows are dropped: they come again.
 
     A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken.
+    So is a copy of a table in which more is damaged than a torn last line: its other rows are read.
     Exits with one line that names the file where none is whole, or where one was written by a newer
     version or for another model. Of several processes the first one reads and cleans up before the
     others read."""
@@ -159,15 +181,34 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
             network.skips = about["skipped"].get(network.name, 0)
     with told_when_full(run):
         for name in ("episodes.jsonl", "metrics.jsonl"):
-            rows = rows_of(run / name, iteration) if path else []
+            rows, unreadable = read_rows(run / name)
+            if processes.rank() == 0:
+                keep_damaged(run / name, rows, unreadable, path)
+            rows = [row for row in rows if path and row["iteration"] <= iteration]
             if processes.rank() == 0:
                 replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
         if path and processes.rank() == 0:
-            link(run, path, networks, best_of(rows))
+            link(run, path, networks, best_of(rows, about["best"]))
 
     if processes.rank() == 0:
         processes.wait()
     return iteration, rows
+
+
+def keep_damaged(table: Path, rows: list[dict], unreadable: int, checkpoint: Path | None) -> None:
+    """Warn of what is missing in a table of the run that goes on from this checkpoint, and keep a
+    copy of it where it cannot be read, or where the run begins again."""
+    if checkpoint and not table.exists():
+        tqdm.write(
+            f"warning: {table}: missing; rows before iteration {int(checkpoint.name)} are lost"
+        )
+    elif unreadable:
+        kept = f"kept as {copy_aside(table).name}, and its other {len(rows)} rows are read"
+        tqdm.write(f"warning: {table}: {unreadable} lines cannot be read; the file is {kept}")
+    elif rows and not checkpoint and rows[-1]["iteration"]:
+        aside = copy_aside(table).name
+        again = f"no checkpoint is there, so the run begins again; the file is kept as {aside}"
+        tqdm.write(f"warning: {table}: {again}")
 
 
 def last_whole(run: Path) -> tuple[Path | None, dict, dict]:

@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import os
+import shutil
+from itertools import count
 from pathlib import Path
 
 
@@ -58,15 +60,52 @@ def sync(path: Path) -> None:
 
 
 def rows_of(path: Path, last: float = math.inf) -> list[dict]:
-    """The rows of a .jsonl up to iteration `last`; a line that a kill tore is none. No file: no
-    rows."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break  # what follows a torn line is of a later start, which comes again
+    """The rows of a .jsonl up to iteration `last`; no file: no rows. Lines that are none are passed
+    over, see read_rows."""
+    rows, _ = read_rows(path)
     return [row for row in rows if row["iteration"] <= last]
+
+
+def read_rows(path: Path) -> tuple[list[dict], int]:
+    """(the rows of a .jsonl, how many of its lines are none). A last line that a kill tore off is
+    not counted: it is of an iteration that comes again. No file: no rows."""
+    *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    rows = [row_of(line) for line in lines if line.strip()]
+    unreadable = rows.count(None)
+    if rest.strip():
+        rows.append(row_of(rest))
+        unreadable += rows[-1] is None and not rest.startswith(b"{")
+    return [row for row in rows if row is not None], unreadable
+
+
+def row_of(line: bytes) -> dict | None:
+    """A line as a row: it has the number of its iteration, and numbers under names as eval/score.
+    None where it is no such thing."""
+    try:
+        row = json.loads(line, parse_constant=not_json)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("iteration")) is not int or row["iteration"] < 0:
+        return None
+    numbers = [value for name, value in row.items() if "/" in name and value is not None]
+    return row if all(type(value) in (int, float) for value in numbers) else None
+
+
+def not_json(word: str):
+    raise ValueError(f"{word} is no JSON")
+
+
+def copy_aside(path: Path) -> Path:
+    """Keep a copy of a file beside it, as NAME.damaged, NAME.damaged-2, ...: its path."""
+    aside = path.with_name(f"{path.name}.damaged")
+    for number in count(2):
+        if not os.path.lexists(aside):
+            break
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    shutil.copyfile(path, aside)
+    sync(aside)
+    sync(aside.parent)
+    return aside
 
 
 def hash_file(path: Path) -> str:

@@ -92,9 +92,14 @@ def episode_lines(row: dict, trajectories: list, columns: dict[str, torch.Tensor
 
 def show(row: dict) -> None:
     """The terminal's line of an iteration."""
-    numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL if row.get(key) is not None]
+    numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL if has(row, key)]
     head = f"iteration {row['iteration']:4}  {row['time/elapsed']:6.0f} s"
     tqdm.write("  ".join([head, *numbers]))
+
+
+def has(row: dict, *keys: str) -> bool:
+    """Whether a row has numbers under all of these keys."""
+    return all(row.get(key) is not None for key in keys)
 
 
 def draw_curve(rows: list[dict], run: Path) -> None:
@@ -105,13 +110,13 @@ def draw_curve(rows: list[dict], run: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lower = "goal" if "eval/goal" in rows[0] else "return"
+    lower = "goal" if any("eval/goal" in row for row in rows) else "return"
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex="col", sharey="row")
     scales = [("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes of training")]
     for column, (x, scale, label) in enumerate(scales):
         for axis, key in zip(axes[:, column], ("success", lower)):
             for kind, style in (("train", "-"), ("eval", "o-")):
-                seen = [row for row in rows if f"{kind}/{key}" in row]
+                seen = [row for row in rows if has(row, x, f"{kind}/{key}")]
                 xs = [row[x] / scale for row in seen]
                 axis.plot(xs, [row[f"{kind}/{key}"] for row in seen], style, label=kind)
             axis.set(xlabel=label, ylabel=key)
@@ -128,13 +133,14 @@ def summary(run) -> None:
     panel = f"{run_args.eval_tasks} tasks x {run_args.eval_samples} samples"
     print(f"{env.name}, {panel} at temperature {run_args.eval_temperature}")
     print("iterations   minutes   success (standard error)   score")
-    evaluated = [row for row in run.rows if "eval/success" in row]
+    shown = "time/elapsed", "eval/success", "eval/success_error", "eval/score"
+    evaluated = [row for row in run.rows if has(row, *shown)]
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
         success = f"{row['eval/success']:.3f} ({row['eval/success_error']:.3f})"
         when = f"{row['iteration']:10} {row['time/elapsed'] / 60:9.1f}"
         print(f"{when}   {success:24}   {row['eval/score']:.3f}")
     for key in getattr(env, "measures", ()):
-        if all(f"eval/{key}" in row for row in ends):
+        if all(has(row, f"eval/{key}") for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
             print(f"{key}: {values}")

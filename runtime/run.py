@@ -187,7 +187,8 @@ class Run:
         the terminal's line, curve.png, and a checkpoint where one is due."""
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
-            elapsed = self.rows[-1]["time/elapsed"] + total
+            before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)
+            elapsed = before + total
             self.row |= {"time/total": total, "time/elapsed": elapsed}
             self.row["engine/restarts"] = self.engine.restarts
         self.rows.append(self.row)
