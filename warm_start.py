@@ -27,6 +27,7 @@ from runtime.batching import flat_tensors, micro_batches
 from runtime.chat import Chat
 from runtime.engines import HfEngine
 from runtime.flags import Flat, parse, refuse
+from runtime.models import ModelError, read_causal_model, read_tokenizer
 from runtime.networks import Network, action_logprobs
 from runtime.processes import gather, my_tasks
 from runtime.ranges import Count, Fraction, Natural, Positive, Rate, Seed, ZeroOrMore, whole
@@ -323,10 +324,11 @@ def main():
     demonstrations = demonstrate(env, world.expert, args)
 
     if args.model:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+        try:
+            model = read_causal_model(args.model, dtype=torch.float32, use_safetensors=True)
+            tokenizer = read_tokenizer(args.model, model, trust=False)
+        except ModelError as error:
+            refuse("model", args.model, str(error))
     else:
         tokenizer = new_tokenizer(demonstrations, UNITS[args.environment], args.vocabulary)
         model = new_model(tokenizer, args)

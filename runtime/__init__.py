@@ -7,6 +7,7 @@
     checkpoints.py    checkpoints that are whole or absent, and taking them up again
     provenance.py     what a result has to name: command, versions, hardware, hashes
     files.py          JSON, JSON lines and files that are written whole
+    models.py         reading --model: all of its weights, its tokenizer and its chat template
     networks.py       a model with its adapter and optimiser; log-probabilities of a micro-batch
     batching.py       sequences of similar length in the memory of one micro-batch
     engines.py        what samples: vLLM, or transformers

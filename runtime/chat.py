@@ -13,8 +13,12 @@ class Chat:
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
         layout = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
+        if any(layout.count(mark) != 1 for mark in marks):
+            raise ValueError("it does not write each message once, as it is")
         head, rest = layout.split(marks[0])
         between, answer = rest.split(marks[1])[1].split(marks[2])
+        if not between or not answer:
+            raise ValueError("nothing in it tells where an answer begins and ends")
         self.head = tokenizer.encode(head, add_special_tokens=False)
         self.between = tokenizer.encode(between, add_special_tokens=False)
         self.answer = tokenizer.encode(answer, add_special_tokens=False)

@@ -88,6 +88,8 @@ def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokeni
 
     path = run / "checkpoints" / f"{iteration:06d}"
     draft = run / "checkpoints" / "draft"
+    if draft.is_symlink():
+        draft.unlink()
     shutil.rmtree(draft, ignore_errors=True)
     try:
         assert_finite(state.items())
@@ -287,21 +289,25 @@ def install(file: Path, tensors: dict, network: Network) -> None:
 
 @contextmanager
 def told_when_full(run: Path):
-    """Around what writes: a full disk, or a quota or a file at its limit, ends in one line."""
+    """Around what writes: a full disk, or a quota or a file at its limit, ends in one line. So does
+    a file of the run that cannot be written for another reason."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # libraries in Rust raise plain exceptions
         in_text = any(f"os error {code}" in str(error) for code in FULL)
-        if getattr(error, "errno", None) not in FULL and not in_text:
+        if getattr(error, "errno", None) in FULL or in_text:
+            full = f"the disk is full ({error}){how_to_go_on(run)}"
+            sys.exit(f"\nstopped: {full}, when there is space again")
+        inside = isinstance(error, OSError) and error.filename is not None
+        if not inside or not Path(error.filename).absolute().is_relative_to(run.absolute()):
             raise
-        full = f"the disk is full ({error}){how_to_go_on(run)}"
-        sys.exit(f"\nstopped: {full}, when there is space again")
+        sys.exit(f"\nstopped: {error.filename}: {error.strerror}{how_to_go_on(run)}")
 
 
 def how_to_go_on(run: Path) -> str:
-    """What is kept of a run, and the flag that takes it up."""
-    kept = kept_in(run)
-    what = "no iteration was finished"
-    if kept:
-        what = f"iteration {int(kept[-1].name)} is kept in {run}"
-    return f": {what}; go on with --resume {run}"
+    """What is kept of a run, and how to take it up."""
+    if kept := kept_in(run):
+        return f": iteration {int(kept[-1].name)} is kept in {run}; go on with --resume {run}"
+    if (run / "metrics.jsonl").exists():
+        return f": no iteration was finished; begin it again with --resume {run}"
+    return ": nothing was finished, and nothing is kept; start again"

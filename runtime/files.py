@@ -33,11 +33,12 @@ def write_json(path: Path, value) -> None:
     replace_file(path, to_json(value, indent=1))
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write text to a draft beside the file, see it on the disk, and put it in the file's place."""
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a draft beside the file, see it on the disk, and put it in the file's place."""
     draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w") as file:
-        file.write(text)
+    draft.unlink(missing_ok=True)
+    with open(draft, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
@@ -45,11 +46,15 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Append lines and see them on the disk."""
-    with path.open("a") as file:
+    """Append lines and see them on the disk; not through a link."""
+    with open(path, "a", opener=without_links) as file:
         file.write("".join(f"{line}\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
+
+
+def without_links(path, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync(path: Path) -> None:

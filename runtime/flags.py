@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from runtime.models import ModelError, check_directory
 from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
 
 import tyro
@@ -187,14 +188,14 @@ def check(args, env) -> str:
 
 def refuse(name: str, value, reason: str) -> None:
     """Exit with one line that names the flag, what was given and why it cannot be."""
-    sys.exit(f"--{name.replace('_', '-')} {shown(value)}: {reason}")
+    sys.exit(f"--{name.replace('_', '-')} {shown(value)}: {shown(reason)}")
 
 
 def shown(value) -> str:
     """A value as one line can show it: nothing of it reaches the terminal as control."""
     text = str(value) or '""'
     text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def check_writable(runs_dir: str) -> None:
@@ -211,6 +212,11 @@ def check_model(args) -> str:
     places = Path(args.model), ROOT / args.model
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
     trust = args.run_args.trust_remote_code
+    if Path(path).is_dir():
+        try:
+            check_directory(Path(path))
+        except ModelError as error:
+            refuse("model", args.model, str(error))
     longest = positions_of(path, args.model, trust)
 
     if Path(path).is_dir():

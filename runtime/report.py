@@ -1,9 +1,10 @@
 """What episodes were like, the lines of the terminal, and curve.png."""
 
+import io
 from pathlib import Path
 
 from runtime import processes
-from runtime.files import to_json
+from runtime.files import replace_file, to_json
 from runtime.rounds import faults
 
 import torch
@@ -121,9 +122,11 @@ def draw_curve(rows: list[dict], run: Path) -> None:
                 axis.plot(xs, [row[f"{kind}/{key}"] for row in seen], style, label=kind)
             axis.set(xlabel=label, ylabel=key)
     axes[0, 0].legend()
-    figure.suptitle(run.name)
-    figure.savefig(run / "curve.png")
+    figure.suptitle(run.name, parse_math=False)
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
     plt.close(figure)
+    replace_file(run / "curve.png", drawn.getvalue())
 
 
 def summary(run) -> None:

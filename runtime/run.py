@@ -11,6 +11,7 @@
 Nothing here changes what is learnt.
 """
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -25,8 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from runtime import processes, report
-from runtime.chat import Chat
 from runtime.checkpoints import (
+    DamagedError,
     how_to_go_on,
     kept_in,
     load_checkpoint,
@@ -35,13 +36,21 @@ from runtime.checkpoints import (
 )
 from runtime.engines import HfEngine, VllmEngine
 from runtime.files import append, read_json, to_json, write_json
-from runtime.flags import check, flags_of
+from runtime.flags import check, flags_of, refuse, shown
+from runtime.models import (
+    ModelError,
+    read_causal_model,
+    read_chat,
+    read_tokenizer,
+    stop_ids_of,
+)
 from runtime.networks import Network, add_adapter
 from runtime.provenance import provenance
 
 import numpy as np
 import torch
 
+ANSWERS_WITHIN = 4.0  # seconds: W&B asks its server twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep"
 ).split()
@@ -50,6 +59,11 @@ GONE = {  # flags of earlier versions, and the values with which their runs go o
     "step_reward": "implicit",
     "merge_rewards": False,
     "granularity": "step",
+}
+TOLD = {  # hashes of run.json: what they are of
+    "model": "the files of --model {}",
+    "data": "the data",
+    "panel": "the evaluation panel's tasks",
 }
 current: list["Run"] = []  # the run that this process is at work in, for ends_cleanly
 
@@ -69,9 +83,10 @@ class Run:
         panel = self.eval_env.eval_tasks[: args.run_args.eval_tasks]
         self.eval_tasks = [task for task in panel for _ in range(args.run_args.eval_samples)]
 
-        self.path, self.board = open_run(self)
         self.rows, self.row, self.networks = [], {}, []
+        self.path, self.board, self.lock, self.began = None, NoBoard(), None, []
         current[:] = [self]
+        open_run(self)
         torch.manual_seed(args.seed)
 
     # ------------ models ------------
@@ -87,7 +102,6 @@ class Run:
     def load_policy(self):
         """(model, engine, chat): the policy of --model, with an adapter if --policy-lora-rank says
         so, divided between processes where FSDP is asked for; what samples from it; its tokens."""
-        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own
@@ -97,29 +111,30 @@ class Run:
         if args.policy_lora_rank:
             dtype = self.reading["dtype"]
         model = self.read_model(dtype)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model_path, trust_remote_code=trust)
-        ends = model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        stop_ids = sorted({self.tokenizer.eos_token_id, *ends} - {None})
+        try:
+            self.tokenizer = read_tokenizer(self.model_path, model, trust)
+            chat = read_chat(self.tokenizer, stop_ids_of(model, self.tokenizer), args.model)
+        except ModelError as error:
+            refuse("model", args.model, str(error))
 
         kind = run_args.engine
         if kind == "auto":
             kind = "vllm" if find_spec("vllm") else "hf"
         self.engine_kind = kind
         engines = {"vllm": VllmEngine, "hf": HfEngine}
-        self.engine = engines[kind](self.model_path, stop_ids, args)
+        self.engine = engines[kind](self.model_path, chat.stop_ids, args)
 
         if args.policy_lora_rank:
             model = add_adapter(model, "policy", args.policy_lora_rank)
         self.policy_model = processes.shard(model).to(self.device)
-        return self.policy_model, self.engine, Chat(self.tokenizer, stop_ids)
+        return self.policy_model, self.engine, chat
 
     def read_model(self, dtype: torch.dtype):
         """The causal language model of --model."""
-        from transformers import AutoModelForCausalLM
-
-        reading = self.reading | {"dtype": dtype}
-        return AutoModelForCausalLM.from_pretrained(self.model_path, **reading)
+        try:
+            return read_causal_model(self.model_path, **self.reading | {"dtype": dtype})
+        except ModelError as error:
+            refuse("model", self.args.model, str(error))
 
     def load_adapter(self, name: str, rank: int):
         """The initial model with a LoRA adapter of this name and rank. A LoRA policy has the same
@@ -193,6 +208,7 @@ class Run:
             self.row["engine/restarts"] = self.engine.restarts
         self.rows.append(self.row)
         if processes.rank() == 0:
+            self.began = []  # from now on there is something to keep
             append(
                 self.path / "episodes.jsonl", report.episode_lines(self.row, trajectories, columns)
             )
@@ -217,23 +233,22 @@ class NoBoard:
 # ------------ the start of a run ------------
 
 
-def open_run(run: Run) -> tuple[Path, object]:
-    """(directory, W&B run) of a new run, or of the one that --resume names. Writes args.json and
-    run.json.
+def open_run(run: Run) -> None:
+    """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
+    --resume names. Writes args.json and run.json.
 
     `--resume auto` is for schedulers, which start the same command again: the run --run-name where
     there is one, else the newest unfinished run of this script with these flags, else a new run.
     Exits with one line where the run cannot be had: it does not exist, its flags differ, another
     process is at work in it. Of several processes the first one opens the run, and the others are
     told where it is."""
-    path, board = None, NoBoard()
     if processes.rank() == 0:
-        path, board = first_opens(run)
-    run.args.run_args.resume, path = processes.broadcast((run.args.run_args.resume, path))
-    return path, board
+        first_opens(run)
+    run_args = run.args.run_args
+    run_args.resume, run.path = processes.broadcast((run_args.resume, run.path))
 
 
-def first_opens(run: Run) -> tuple[Path, object]:
+def first_opens(run: Run) -> None:
     """open_run in the first process."""
     args, run_args, script = run.args, run.args.run_args, run.script
     if run_args.resume == "auto":
@@ -246,64 +261,95 @@ def first_opens(run: Run) -> tuple[Path, object]:
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(run_args.resume or Path(run_args.runs_dir, name))
     if run_args.resume and not (path / "args.json").is_file():
-        sys.exit(f"--resume {run_args.resume}: no run there")
+        sys.exit(f"--resume {run_args.resume}: no run there (it has no args.json)")
     if not run_args.resume and (path / "args.json").exists():
         there = f"{path} has a run already; --resume {path} goes on with it"
         sys.exit(f"--run-name {run_args.run_name}: {there}")
 
-    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-    starts = []
-    if (path / "run.json").exists():
-        starts = read_json(path / "run.json")["starts"]
-    start = provenance(args, run.model_path, run.env, run.eval_env)
+    starts, start = [], provenance(args, run.model_path, run.env, run.eval_env)
     if run_args.resume:
-        refuse_other_flags(path, script, starts, start, args)
-    run.lock = lock(path)
-    wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
-    starts.append({"script": script, "wandb_id": wandb_id, **start})
+        try:
+            saved, starts = record_of(path)
+        except DamagedError as error:
+            sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
+        refuse_other_flags(path, script, saved, starts, start, args)
+
     with told_when_full(path):
+        if not run_args.resume:  # made by this process, and unmade where nothing begins
+            run.began = [each for each in (path, path / "checkpoints") if not each.exists()]
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        refuse_links(path)
+        run.lock = lock(path)
+        run.path = path
+        wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
+        starts.append({"script": script, "wandb_id": wandb_id, **start})
         write_json(path / "run.json", {"starts": starts})
         write_json(path / "args.json", flags_of(args))
-    if not run_args.track:
-        return path, NoBoard()
+    if run_args.track:
+        run.board = open_board(path, wandb_id, flags_of(args))
 
-    import wandb
 
-    config = flags_of(args)
-    return path, wandb.init(
-        project="istar", name=path.name, id=wandb_id, resume="allow", config=config
-    )
+def record_of(path: Path) -> tuple[dict, list[dict]]:
+    """(flags, starts) of a run, from its args.json and run.json. Raises DamagedError, which names
+    the file, where one is not what a run writes."""
+    found = []
+    for name, looks_right in (("args.json", is_flags), ("run.json", is_starts)):
+        try:
+            found.append(read_json(path / name))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedError(f"{path / name} is missing, cut off or no JSON") from error
+        if not looks_right(found[-1]):
+            raise DamagedError(f"{path / name} is not what a run writes")
+    return found[0], found[1]["starts"]
+
+
+def is_flags(saved) -> bool:
+    return isinstance(saved, dict) and "seed" in saved
+
+
+def is_starts(saved) -> bool:
+    starts = saved.get("starts") if isinstance(saved, dict) else None
+    return isinstance(starts, list) and bool(starts) and all(map(is_start, starts))
+
+
+def is_start(start) -> bool:
+    hashes = start.get("hashes") if isinstance(start, dict) else None
+    texts = isinstance(hashes, dict) and [start.get("script"), start.get("wandb_id")]
+    return bool(texts) and all(isinstance(t, str) for t in texts) and {*TOLD} <= hashes.keys()
 
 
 def find_run(args, script: str) -> Path | None:
-    """The run that `--resume auto` goes on with."""
+    """The run that `--resume auto` goes on with. A directory that holds a damaged one is skipped,
+    and named."""
     run_args = args.run_args
     if run_args.run_name:
         named = Path(run_args.runs_dir, run_args.run_name)
         return named if (named / "args.json").exists() else None
 
     flags = {name: value for name, value in flags_of(args).items() if name not in FREE}
-    paths = Path(run_args.runs_dir).glob("*/")
+    paths = [path for path in Path(run_args.runs_dir).glob("*/") if (path / "args.json").exists()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
-            saved, first = read_json(path / "args.json"), read_json(path / "run.json")["starts"][0]
-        except (OSError, ValueError, KeyError):
-            continue  # not a run, or one that never began
+            saved, starts = record_of(path)
+        except DamagedError as error:
+            print(f"--resume auto: {shown(error)}; that directory is skipped")
+            continue
         last = max((int(kept.name) for kept in kept_in(path)), default=0)
-        ours = first["script"] == script and flags.items() <= saved.items()
+        ours = starts[0]["script"] == script and flags.items() <= saved.items()
         if ours and last < args.iterations and not lost_flags(saved, args):
             return path
     return None
 
 
-def refuse_other_flags(path: Path, script: str, starts: list, start: dict, args) -> None:
-    """Exit with all flags that differ from the run's and are not named in --override."""
-    saved, ours = read_json(path / "args.json"), flags_of(args)
+def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start: dict, args):
+    """Exit with all flags that differ from the run's and are not named in --override; so do files
+    and tasks that are others than those of the start before this one."""
+    ours = flags_of(args)
     override = {name.replace("-", "_").strip("_") for name in args.run_args.override}
     if unknown := override - ours.keys():
         sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
-    if starts and starts[0]["script"] != script:
-        sys.exit(f"--resume {path}: this run was made by {starts[0]['script']}.py")
+    if starts[0]["script"] != script:
+        sys.exit(f"--resume {path}: this run was made by {shown(starts[0]['script'])}.py")
     if lost := lost_flags(saved, args):
         began = f"another version of {script}.py began this run with {', '.join(lost)}"
         sys.exit(f"--resume {path}: {began}, which this one does not have")
@@ -311,20 +357,19 @@ def refuse_other_flags(path: Path, script: str, starts: list, start: dict, args)
     differ = []
     for name, value in ours.items():
         if name not in FREE and name not in override and value != saved.get(name):
-            differ.append(f"--{name.replace('_', '-')} {value}, was {saved.get(name)}")
+            differ.append(f"--{name.replace('_', '-')} {value}, was {shown(saved.get(name))}")
     if differ:
         advice = "give its flags, or name them in --override"
         sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
 
-    told = {
-        "model": f"the files of --model {args.model}",
-        "data": "the data",
-        "panel": "the evaluation panel's tasks",
-    }
-    for what, words in told.items() if starts and not override else ():
-        if starts[0]["hashes"][what] != start["hashes"][what]:
-            other = f"{words} are not those that the run began with (their hash differs)"
-            sys.exit(f"--resume {path}: {other}")
+    # only these flags, where they are named, let the files and tasks be others
+    world = vars(args.world).keys()
+    bears = {"model": {"model"}, "data": world, "panel": {*world, "eval_tasks", "max_steps"}}
+    for what, words in TOLD.items():
+        same = starts[-1]["hashes"][what] == start["hashes"][what]
+        if not same and not override & bears[what]:
+            other = f"{words.format(args.model)} are not those that the run began with"
+            sys.exit(f"--resume {path}: {other} (their hash differs)")
 
 
 def lost_flags(saved: dict, args) -> list[str]:
@@ -334,15 +379,40 @@ def lost_flags(saved: dict, args) -> list[str]:
     return [f"--{name.replace('_', '-')} {saved[name]}" for name in sorted(lost)]
 
 
+def refuse_links(path: Path) -> None:
+    """Exit where a file or directory that a run writes into is a link to another place."""
+    for each in (path / "checkpoints", *path.glob("*.json*"), path / "curve.png", path / "lock"):
+        if each.is_symlink():
+            sys.exit(f"{each}: a link to another place, where a run does not write; remove it")
+
+
 def lock(path: Path) -> int:
     """Keep other processes out of the run until the file that this returns is closed."""
-    file = os.open(path / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+    file = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(file)
         sys.exit(f"{path}: another process is at work there")
     return file
+
+
+def open_board(path: Path, wandb_id: str, flags: dict):
+    """The W&B run of --track. Where W&B does not answer within seconds, an offline one."""
+    import wandb
+
+    options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
+    wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60}
+    try:
+        return wandb.init(**options, settings=wandb.Settings(**wait))
+    except Exception as error:  # network, key and service have no common class
+        reason = shown(
+            str(error).split("\n")[0].replace(os.environ.get("WANDB_API_KEY") or "\n", "...")
+        )
+        way = "the run goes on as with WANDB_MODE=offline, and `wandb sync` sends it later"
+        print(f"warning: --track: W&B cannot be had ({reason}); {way}", file=sys.stderr)
+    wandb.teardown()  # its service holds the run half open
+    return wandb.init(**options, mode="offline")
 
 
 # ------------ the end of a run ------------
@@ -360,42 +430,60 @@ def ends_cleanly(main):
     def guarded():
         current.clear()
         before = signal.signal(signal.SIGTERM, raise_terminated)
+        interrupted = signal.getsignal(signal.SIGINT)
         try:
             main()
         except BaseException as error:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, leave)
             stop(current[0] if current else None, error)
         finally:
-            signal.signal(signal.SIGTERM, before)
             for run in current:
                 run.board.finish()
-                if processes.rank() == 0:
+                discard(run)
+                if run.lock is not None:
                     os.close(run.lock)
+            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGINT, interrupted)
 
     return guarded
 
 
 def stop(run: Run | None, error: BaseException) -> None:
     """End the process with what a user has to know; pass on errors that nobody foresaw."""
-    if run is None and isinstance(error, KeyboardInterrupt):
+    path = run.path if run else None
+    if path is None and isinstance(error, KeyboardInterrupt):
         sys.exit("\nstopped before a run began")
-    if run is None:
+    if path is None:
         raise error
 
     if isinstance(error, KeyboardInterrupt):
         by = f" by {error}" if str(error) else ""
-        sys.exit(processes.rank() or f"\nstopped{by}{how_to_go_on(run.path)}")
+        sys.exit(processes.rank() or f"\nstopped{by}{how_to_go_on(path)}")
 
     if isinstance(error, FloatingPointError):
         if processes.rank():
             sys.exit(1)
-        file = run.path / f"batch-{run.iteration:06d}.json"
-        write_json(file, what_main_had(error))
+        file = path / f"batch-{run.iteration:06d}.json"
+        with told_when_full(path):
+            write_json(file, what_main_had(error))
         advice = "a smaller --learning-rate, named in --override, may help"
-        where = f"the batch is in {file}{how_to_go_on(run.path)}"
+        where = f"the batch is in {file}{how_to_go_on(path)}"
         sys.exit(f"\nstopped: {error}; {where} ({advice})")
 
-    with told_when_full(run.path):
+    with told_when_full(path):
         raise error
+
+
+def discard(run: Run) -> None:
+    """Remove the directory that this process made for a run, where nothing was kept in it."""
+    if not run.began or any(run.path.glob("batch-*.json")):
+        return
+    for name in ("args.json", "run.json", "lock"):
+        (run.path / name).unlink(missing_ok=True)
+    for made in reversed(run.began):
+        with contextlib.suppress(OSError):  # somebody else's file is in it
+            made.rmdir()
 
 
 def what_main_had(error: BaseException) -> dict:
@@ -413,3 +501,8 @@ def what_main_had(error: BaseException) -> dict:
 
 def raise_terminated(*_):
     raise KeyboardInterrupt("SIGTERM")
+
+
+def leave(*_):
+    """What a signal does while the process is ending already: it ends at once, without a word."""
+    os._exit(1)

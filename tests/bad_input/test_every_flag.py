@@ -40,7 +40,7 @@ def assert_refused(script, name, value):
         said = stop.value.code
         assert said.isprintable() and len(said) < 500, said
         assert said.startswith(f"{flag} ") and ": " in said, said
-        assert not value.isprintable() or (value[:200] or '""') in said, said
+        assert not value.isprintable() or (value[:300] or '""') in said, said
 
 
 def assert_taken(script, name, value):

@@ -1,0 +1,186 @@
+"""Reading --model: what cannot be a policy is refused in one line that names the file and the fix.
+
+check_directory looks at files and headers alone, before a run is begun; the others read the model.
+Nothing that a file lacks is made up: a weight that is missing is not drawn at random.
+"""
+
+import json
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.chat import Chat
+
+FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that train, as safetensors names them
+SIZES = (  # of config.json
+    "hidden_size intermediate_size num_attention_heads num_hidden_layers num_key_value_heads "
+    "head_dim vocab_size max_position_embeddings"
+).split()
+LARGEST = 10_000_000  # of these
+
+
+class ModelError(ValueError):
+    """What is wrong with a model, in one line that names the file."""
+
+
+def check_directory(path: Path) -> None:
+    """Raise ModelError where the files of a model cannot be what they should be."""
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model"):
+            if not file.is_file():
+                raise ModelError(f"{file.name} is no file (a pipe, a directory or a broken link)")
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        merge = "merge it into its base model first (merge_and_unload of peft), and save that"
+        raise ModelError(f"an adapter alone, without its base model; {merge}")
+
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (path / name).exists():
+            read_object(path / name)
+    config = read_object(path / "config.json")
+    if config.get("quantization_config"):
+        raise ModelError("config.json: quantised weights do not train; take the model in bfloat16")
+    for name in SIZES:
+        size = config.get(name)
+        if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
+            raise ModelError(f"config.json: {name} is {size!r}"[:200])
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    if heads and width and not config.get("head_dim") and width % heads:
+        raise ModelError(f"config.json: hidden_size {width} is no multiple of {heads} heads")
+
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = read_object(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+            raise ModelError(f"{index.name}: weight_map is missing or damaged")
+        if missing := sorted({s for s in shards.values() if not (path / s).is_file()}):
+            raise ModelError(f"{missing[0]} is missing, which {index.name} names")
+    check_headers(path, config.get("num_hidden_layers") or 0)
+
+
+def read_object(file: Path) -> dict:
+    """The JSON object in a file, or ModelError."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file.name} is missing, cut off or no JSON") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file.name} is no JSON object")
+    return found
+
+
+def check_headers(path: Path, layers: int) -> None:
+    """Raise ModelError where safetensors cannot be read, or have not the weights of a model with so
+    many layers."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    count += 1
+                    part = tensors.get_slice(name)
+                    if part.get_dtype() not in FLOATS and len(part.get_shape()) > 1:
+                        dtype = f"{name} is {part.get_dtype()}"
+                        raise ModelError(f"{file.name}: quantised weights do not train ({dtype})")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file.name} is no safetensors file ({error})") from error
+    if layers > count > 0:
+        tensors = f"the safetensors have {count} tensors"
+        raise ModelError(f"config.json: num_hidden_layers is {layers}, and {tensors}")
+
+
+def read_causal_model(path: str, **reading):
+    """transformers' causal language model, with all of its weights. Raises ModelError where some
+    are missing, have another shape or are not finite."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # its table of missing weights is a line of ours
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **reading
+        )
+    except Exception as error:  # each part of it has its own
+        raise ModelError(first_line(error)) from error
+
+    if other := sorted(found["mismatched_keys"]):
+        name, there, here = other[0]
+        shapes = f"{tuple(there)} there, {tuple(here)} by config.json"
+        raise ModelError(f"the weight {name} has another shape ({shapes})")
+    if missing := sorted(found["missing_keys"]):
+        named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ModelError(f"{len(missing)} of its weights are missing in the safetensors: {named}")
+    for name, tensor in model.named_parameters():
+        if not tensor.isfinite().all():
+            raise ModelError(f"the weight {name} has numbers that are not finite")
+    return model
+
+
+def read_tokenizer(path: str, model, trust: bool):
+    """The model's tokenizer, whose every token has a row in the embedding; or ModelError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+        length = len(tokenizer)
+    except Exception as error:
+        raise ModelError(f"its tokenizer cannot be read ({first_line(error)})") from error
+    rows = model.get_input_embeddings().weight.shape[0]
+    if length > rows:
+        of = f"its tokenizer has {length} tokens, and its embedding {rows} rows"
+        raise ModelError(f"{of}: they are not of one model")
+    if not tokenizer.encode("a word", add_special_tokens=False):
+        raise ModelError("its tokenizer knows no word: tokenizer.json is missing or empty")
+    return tokenizer
+
+
+def stop_ids_of(model, tokenizer) -> list[int]:
+    """The tokens that end an answer, by the tokenizer and by generation_config.json."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return sorted({end for end in (tokenizer.eos_token_id, *ends) if type(end) is int})
+
+
+def read_chat(tokenizer, stop_ids: list[int], name: str) -> Chat:
+    """The layout of a conversation. Where nothing ends an answer, the mark that the template has
+    there does, which is said; ModelError where there is none, or no template that can be used."""
+    if not tokenizer.chat_template:
+        missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
+        raise ModelError(f"{missing}: take an instruct model, or add one")
+    try:
+        with time_limit(10):
+            chat = Chat(tokenizer, stop_ids)
+    except Exception as error:  # a template is a program, and may do anything
+        raise ModelError(f"its chat template cannot be used ({first_line(error)})") from error
+    if not stop_ids:
+        mark = tokenizer.convert_ids_to_tokens(chat.between[:1])
+        if not mark or mark[0] not in tokenizer.get_added_vocab():
+            none = "no end-of-text token (eos_token of tokenizer_config.json)"
+            raise ModelError(f"{none}, and no mark of its chat template ends an answer")
+        chat.stop_ids = chat.between[:1]
+        taken = f"an answer ends with {mark[0]}, as in its chat template"
+        print(f"warning: --model {name} names no end-of-text token; {taken}", file=sys.stderr)
+    return chat
+
+
+@contextmanager
+def time_limit(seconds: float):
+    """Around what a stranger's program computes: TimeoutError where it takes longer."""
+
+    def stop(*_):
+        raise TimeoutError(f"it took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
