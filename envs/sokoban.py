@@ -238,9 +238,10 @@ class Sokoban:
     validation_tasks = range(train_tasks.stop, train_tasks.stop + VALIDATION_TASKS)
 
     def __init__(self, num_boxes: int = 1, size: int = 6, max_steps: int = 15):
-        if size < 5 or num_boxes < 1:
+        if size < 5 or not 1 <= num_boxes <= size - 2:
             flags = f"--room-size {size} --num-boxes {num_boxes}"
-            raise ValueError(f"{flags}: a room has a side of at least 5 and a box")
+            most = "a room has a side of at least 5, and 1 box to 2 less than its side"
+            raise ValueError(f"{flags}: {most}")
 
         self.num_boxes = num_boxes
         self.size = size

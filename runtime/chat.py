@@ -26,6 +26,7 @@ class Chat:
 
     def prompt(self, text: str) -> list[int]:
         """From the start to where the agent answers."""
+        text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
         words = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         return self.head + words + self.answer
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from runtime import processes
 from runtime.files import (
+    append,
     copy_aside,
     hash_file,
     read_json,
@@ -160,7 +161,8 @@ def link(run: Path, path: Path, networks: list[Network], best: tuple[int, float]
 
 def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]]:
     """Take up the run's last whole checkpoint: (its iteration, the rows of metrics.jsonl up to it),
-    (0, []) of a run that was stopped before its first. Later rows are dropped: they come again.
+    (0, []) of a run that was stopped before its first. Later rows come again: what they were goes
+    to replaced-metrics.jsonl and replaced-episodes.jsonl.
 
     A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken.
     So is a copy of a table in which more is damaged than a torn last line: its other rows are read.
@@ -186,8 +188,11 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
             rows, unreadable = read_rows(run / name)
             if processes.rank() == 0:
                 keep_damaged(run / name, rows, unreadable, path)
+            again = [row for row in rows if path and row["iteration"] > iteration]
             rows = [row for row in rows if path and row["iteration"] <= iteration]
             if processes.rank() == 0:
+                if again:  # they come again; what they were is kept
+                    append(run / f"replaced-{name}", map(json.dumps, again))
                 replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
         if path and processes.rank() == 0:
             link(run, path, networks, best_of(rows, about["best"]))
@@ -200,17 +205,19 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
 def keep_damaged(table: Path, rows: list[dict], unreadable: int, checkpoint: Path | None) -> None:
     """Warn of what is missing in a table of the run that goes on from this checkpoint, and keep a
     copy of it where it cannot be read, or where the run begins again."""
-    if checkpoint and not table.exists():
-        tqdm.write(
-            f"warning: {table}: missing; rows before iteration {int(checkpoint.name)} are lost"
-        )
-    elif unreadable:
-        kept = f"kept as {copy_aside(table).name}, and its other {len(rows)} rows are read"
-        tqdm.write(f"warning: {table}: {unreadable} lines cannot be read; the file is {kept}")
+    said = []
+    if unreadable:
+        said.append(f"{unreadable} lines cannot be read; the file is kept as ")
+        said[-1] += f"{copy_aside(table).name}, its other {len(rows)} rows are read"
     elif rows and not checkpoint and rows[-1]["iteration"]:
-        aside = copy_aside(table).name
-        again = f"no checkpoint is there, so the run begins again; the file is kept as {aside}"
-        tqdm.write(f"warning: {table}: {again}")
+        said.append("no checkpoint is there, so the run begins again; the file is kept as ")
+        said[-1] += copy_aside(table).name
+    lost = set(range(int(checkpoint.name) + 1) if checkpoint else ())
+    lost -= {row["iteration"] for row in rows}
+    if table.name == "metrics.jsonl" and lost:
+        said.append(f"iterations without a row: {', '.join(map(str, sorted(lost)))}")
+    if said:
+        tqdm.write(f"warning: {table}: {'; '.join(said)}")
 
 
 def last_whole(run: Path) -> tuple[Path | None, dict, dict]:
@@ -243,7 +250,7 @@ def read_checkpoint(path: Path) -> tuple[dict, dict]:
     try:
         about = read_json(state)
         number, written = about["format"], about.pop("sum")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{state}: missing, cut off or not a checkpoint's") from error
     if number != FORMAT:
         sys.exit(f"{state}: written in format {number}, this version reads {FORMAT}")

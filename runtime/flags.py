@@ -129,7 +129,7 @@ def check_words(argv: list[str], kinds: dict) -> None:
             if value is None or is_flag(value, kinds):
                 sys.exit(f"{flag}: a value is missing")
         if reason := refusal(kind, default, value):
-            refuse(name, value, reason)
+            refuse(name, "..." if name.endswith("url") else value, reason)  # it may hold a key
 
 
 def is_flag(word: str, kinds: dict) -> bool:

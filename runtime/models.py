@@ -150,7 +150,7 @@ def read_chat(tokenizer, stop_ids: list[int], name: str) -> Chat:
         missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
         raise ModelError(f"{missing}: take an instruct model, or add one")
     try:
-        with time_limit(10):
+        with time_limit(5):
             chat = Chat(tokenizer, stop_ids)
     except Exception as error:  # a template is a program, and may do anything
         raise ModelError(f"its chat template cannot be used ({first_line(error)})") from error

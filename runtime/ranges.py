@@ -5,7 +5,6 @@ lies outside in one line with the flag's name, and --help shows it. Not a number
 """
 
 import math
-import re
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,7 +14,7 @@ import tyro
 MOST = 10_000_000  # of what is counted
 LARGE, SMALL = 1e9, 1e-9  # of what is measured
 PATH = 4096  # characters of a text, as long as a path may be
-NAME = 100  # characters of a name
+NAME, NAME_BYTES = 100, 255  # characters and bytes of a name
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,10 @@ class Text:
         most = NAME if self.component else PATH
         if len(text) > most:
             return f"has {len(text):,} characters, {most:,} are the most"
-        if self.component and (text in (".", "..") or re.search(r"[/\\]", text)):
-            return "has to be the name of one directory, without a path"
+        if self.component and (text in (".", "..") or "/" in text or text != text.strip()):
+            return "has to be the name of one directory, without a path or blanks around it"
+        if self.component and len(text.encode()) > NAME_BYTES:
+            return f"has {len(text.encode())} bytes, {NAME_BYTES} are the most"
         return ""
 
 

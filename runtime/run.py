@@ -85,6 +85,7 @@ class Run:
 
         self.rows, self.row, self.networks = [], {}, []
         self.path, self.board, self.lock, self.began = None, NoBoard(), None, []
+        self.starts = []  # of run.json, this one included
         current[:] = [self]
         open_run(self)
         torch.manual_seed(args.seed)
@@ -149,6 +150,10 @@ class Run:
         self.networks = list(networks)
         report.announce(self)
         self.iteration, self.rows = load_checkpoint(self.path, self.networks)
+        if processes.rank() == 0:
+            with told_when_full(self.path):
+                write_json(self.path / "run.json", {"starts": self.starts})
+                write_json(self.path / "args.json", flags_of(self.args))
         self.is_new = not self.iteration
         if self.is_new:
             self.row = {"iteration": 0, "time/elapsed": 0.0}
@@ -235,7 +240,7 @@ class NoBoard:
 
 def open_run(run: Run) -> None:
     """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
-    --resume names. Writes args.json and run.json.
+    --resume names.
 
     `--resume auto` is for schedulers, which start the same command again: the run --run-name where
     there is one, else the newest unfinished run of this script with these flags, else a new run.
@@ -251,7 +256,8 @@ def open_run(run: Run) -> None:
 def first_opens(run: Run) -> None:
     """open_run in the first process."""
     args, run_args, script = run.args, run.args.run_args, run.script
-    if run_args.resume == "auto":
+    auto = run_args.resume == "auto"
+    if auto:
         run_args.resume = str(find_run(args, script) or "")
         found = "nothing to go on with, a new run"
         if run_args.resume:
@@ -260,7 +266,9 @@ def first_opens(run: Run) -> None:
 
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(run_args.resume or Path(run_args.runs_dir, name))
-    if run_args.resume and not (path / "args.json").is_file():
+    if run_args.override and not run_args.resume and not auto:
+        refuse("override", " ".join(run_args.override), "it is for a run that --resume takes up")
+    if run_args.resume and not os.path.isfile(path / "args.json"):
         sys.exit(f"--resume {run_args.resume}: no run there (it has no args.json)")
     if not run_args.resume and (path / "args.json").exists():
         there = f"{path} has a run already; --resume {path} goes on with it"
@@ -268,6 +276,7 @@ def first_opens(run: Run) -> None:
 
     starts, start = [], provenance(args, run.model_path, run.env, run.eval_env)
     if run_args.resume:
+        refuse_others(path)
         try:
             saved, starts = record_of(path)
         except DamagedError as error:
@@ -275,16 +284,13 @@ def first_opens(run: Run) -> None:
         refuse_other_flags(path, script, saved, starts, start, args)
 
     with told_when_full(path):
-        if not run_args.resume:  # made by this process, and unmade where nothing begins
-            run.began = [each for each in (path, path / "checkpoints") if not each.exists()]
+        made = [each for each in (path, path / "checkpoints") if not each.exists()]
+        refuse_others(path)
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        refuse_links(path)
-        run.lock = lock(path)
-        run.path = path
-        wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
-        starts.append({"script": script, "wandb_id": wandb_id, **start})
-        write_json(path / "run.json", {"starts": starts})
-        write_json(path / "args.json", flags_of(args))
+        run.lock, run.path = lock(path), path
+        run.began = [] if run_args.resume else made  # unmade again where nothing begins
+    wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
+    run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
     if run_args.track:
         run.board = open_board(path, wandb_id, flags_of(args))
 
@@ -379,11 +385,18 @@ def lost_flags(saved: dict, args) -> list[str]:
     return [f"--{name.replace('_', '-')} {saved[name]}" for name in sorted(lost)]
 
 
-def refuse_links(path: Path) -> None:
-    """Exit where a file or directory that a run writes into is a link to another place."""
-    for each in (path / "checkpoints", *path.glob("*.json*"), path / "curve.png", path / "lock"):
-        if each.is_symlink():
-            sys.exit(f"{each}: a link to another place, where a run does not write; remove it")
+def refuse_others(path: Path) -> None:
+    """Exit where something else is in the place of a file that a run reads or writes: nothing is
+    written through a link to another place."""
+    for file in (*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"):
+        if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+            sys.exit(f"{file}: a link, a pipe or a directory in the place of a file; remove it")
+    checkpoints = path / "checkpoints"
+    if os.path.lexists(checkpoints) and (checkpoints.is_symlink() or not checkpoints.is_dir()):
+        sys.exit(f"{checkpoints}: a link or a file in the place of a directory; remove it")
+    for link in (path / "policy", path / "prm", path / "critic", path / "best"):
+        if os.path.lexists(link) and not link.is_symlink():
+            sys.exit(f"{link}: something else in the place of a link; move it away")
 
 
 def lock(path: Path) -> int:

@@ -20,6 +20,7 @@ import os
 import random
 import re
 import unicodedata
+import zlib
 from collections import Counter
 from urllib.parse import urlsplit
 
@@ -59,13 +60,17 @@ and acts unnaturally.
 Answer with one JSON object and nothing else."""
 AGAIN = (408, 409, 429)  # and 5xx: worth another try
 LONGEST_PAUSE = 30.0  # seconds between two tries
+LARGEST_BODY = 2**20  # bytes of a response, unpacked
+SENT = (  # headers of a request; what the environment adds for OpenAI is for OpenAI's own address
+    "host authorization content-type content-length accept accept-encoding user-agent connection"
+).split()
 LONGEST_ANSWER = 20_000  # characters of an answer that are searched for a verdict
 
 
 class EndpointError(Exception):
     """An endpoint gave no usable answer.
 
-    `reason` is one word: timeout, connection, malformed, or the HTTP status.
+    `reason` is one word: timeout, connection, oversize, malformed, or the HTTP status.
     """
 
     def __init__(self, reason: str):
@@ -76,13 +81,18 @@ class EndpointError(Exception):
 def check_url(flag: str, url: str, model: str) -> None:
     """Raise ValueError where an endpoint cannot be used, or where its address holds a secret.
 
-    The address goes into args.json.
+    The address goes into args.json, and is in no message.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"--{flag}-url: no http address")
-    if parts.username or parts.password or parts.query:
-        refused = "no user, password or query in the address"
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        parts.hostname.encode("idna")
+    except (ValueError, AttributeError):  # a port or an address that is none
+        usable = False
+    if not usable or not url.isprintable() or re.search(r"[\s\\]", url):
+        raise ValueError(f"--{flag}-url: no http address, as http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query or parts.fragment or set("@?#") & set(url):
+        refused = "no user, password, query or fragment in the address"
         raise ValueError(f"--{flag}-url: keys come from the environment, {refused}")
     if not model:
         raise ValueError(f"--{flag}-model: missing")
@@ -97,6 +107,71 @@ def read_key(name: str, url: str) -> str:
     if urlsplit(url).hostname == "api.openai.com":
         own = os.environ.get("OPENAI_API_KEY")
     return os.environ.get(name) or own or "none"
+
+
+class OversizeError(Exception):
+    """A response is larger than LARGEST_BODY."""
+
+
+def only_needed(key: str, url: str):
+    """A hook on requests: no header leaves but those in SENT, and no key but this one."""
+
+    async def hook(request) -> None:
+        if urlsplit(url).hostname == "api.openai.com":
+            return
+        for name in [name for name in request.headers if name.lower() not in SENT]:
+            del request.headers[name]
+        if "authorization" in request.headers:
+            request.headers["authorization"] = f"Bearer {key}"
+
+    return hook
+
+
+async def capped(response) -> None:
+    """A hook on responses, before their body is read: it is unpacked here, piece by piece, and
+    never beyond LARGEST_BODY."""
+    import httpx2
+
+    packing = response.headers.pop("content-encoding", "identity").strip().lower()
+    if packing not in ("identity", "gzip", "deflate"):
+        raise OversizeError(f"packed as {packing!r}, which was not asked for")
+    raw = response.stream
+    unpack = zlib.decompressobj(wbits=47) if packing != "identity" else None
+
+    class Body(httpx2.AsyncByteStream):
+        async def __aiter__(self):
+            size = 0
+            async for piece in raw:
+                if unpack:
+                    try:
+                        piece = unpack.decompress(piece, LARGEST_BODY + 1)
+                    except zlib.error as error:
+                        raise OversizeError("a body that cannot be unpacked") from error
+                size += len(piece)
+                if size > LARGEST_BODY:
+                    raise OversizeError(f"more than {LARGEST_BODY:,} bytes")
+                yield piece
+
+        async def aclose(self):
+            await raw.aclose()
+
+    response.stream = Body()
+
+
+def text_of(completion) -> str:
+    """The model's text in a response, as UTF-8 can say it. Raises ValueError for another shape."""
+    try:
+        text = completion.choices[0].message.content or ""
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError("not a chat completion") from error
+    if not isinstance(text, str):
+        raise ValueError("an answer that is no text")
+    return readable(text)
+
+
+def readable(text: str) -> str:
+    """Text without halves of surrogate pairs, which no tokenizer and no connection takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class Endpoint:
@@ -119,8 +194,16 @@ class Endpoint:
         self.in_flight = in_flight
 
         # our own retries: they are counted, and they cover answers that cannot be read
+        key = read_key(key, url)
+        hooks = {"request": [only_needed(key, url)], "response": [capped]}
         self.client = openai.AsyncOpenAI(
-            base_url=url, api_key=read_key(key, url), max_retries=0, timeout=timeout
+            base_url=url,
+            api_key=key,
+            max_retries=0,
+            timeout=timeout,
+            http_client=openai.DefaultAsyncHttpxClient(
+                event_hooks=hooks, headers={"accept-encoding": "gzip, deflate"}
+            ),
         )
         self.free = asyncio.Semaphore(in_flight)
         self.counts = Counter()
@@ -131,6 +214,7 @@ class Endpoint:
         Raises EndpointError.
         """
         self.counts["asked"] += 1
+        messages = [message | {"content": readable(message["content"])} for message in messages]
         for attempt in range(self.tries):
             try:
                 async with self.free:
@@ -139,7 +223,7 @@ class Endpoint:
                         answer = await self.client.chat.completions.create(
                             model=self.model, messages=messages, **settings
                         )
-                parsed = parse(answer.choices[0].message.content or "")
+                parsed = parse(text_of(answer))
                 self.counts["answered"] += 1
                 return parsed
             except (TimeoutError, self.openai.APITimeoutError):
@@ -147,9 +231,12 @@ class Endpoint:
             except self.openai.APIStatusError as error:
                 # the status and nothing else: bodies of such answers may repeat the key
                 reason, wait = str(error.status_code), error.response.headers.get("retry-after")
-            except self.openai.APIConnectionError:
-                reason, wait = "connection", None
-            except (ValueError, TypeError, AttributeError, IndexError, self.openai.OpenAIError):
+            except self.openai.APIConnectionError as error:
+                oversize = isinstance(error.__cause__, OversizeError)
+                reason, wait = "oversize" if oversize else "connection", None
+            except OversizeError:
+                reason, wait = "oversize", None
+            except (ValueError, RecursionError, self.openai.OpenAIError):
                 # the verdict, or the whole answer, is not what it should be
                 reason, wait = "malformed", None
 

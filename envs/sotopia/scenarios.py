@@ -173,12 +173,20 @@ def overview(scenario: Scenario) -> str:
 # --- the published files --------------------------------------------------------------------------
 
 
+TEXTS = set(
+    "pk env_id scenario first_name last_name occupation gender_pronoun public_info secret "
+    "personality_and_values".split()
+)
+
+
 def read_rows(directory: Path, name: str, keys: tuple) -> list[dict]:
     """The rows of a JSON file (a list, or a dict by pk), each with these keys."""
     try:
         rows = json.loads((directory / name).read_bytes())
     except FileNotFoundError:
         raise DataError(f"{directory}: missing {name}") from None
+    except RecursionError:
+        raise DataError(f"{directory / name}: nested too deep") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{directory / name}: no JSON ({error})") from None
 
@@ -189,6 +197,9 @@ def read_rows(directory: Path, name: str, keys: tuple) -> list[dict]:
         lacking = [key for key in keys if not isinstance(row, dict) or row.get(key) is None]
         if lacking:
             raise DataError(f"{directory / name}: row {number}: no {lacking[0]}")
+        for key in TEXTS & row.keys():
+            if not isinstance(row[key], str | None):
+                raise DataError(f"{directory / name}: row {number}: {key} is no text")
     return rows
 
 
@@ -209,9 +220,9 @@ def load_published(directory) -> tuple[list[Scenario], int]:
         pair = isinstance(goals, list) and len(goals) == 2
         if not pair or not all(isinstance(goal, str) for goal in goals):
             raise DataError(f"{where}: agent_goals are two texts")
-        known = row["relationship"] in range(len(RELATIONSHIPS))
-        if not known or not isinstance(row["scenario"], str):
-            raise DataError(f"{where}: relationship is 0 to 5, scenario a text")
+        known = type(row["relationship"]) is int
+        if not known or row["relationship"] not in range(len(RELATIONSHIPS)):
+            raise DataError(f"{where}: relationship is 0 to 5")
 
     combos = {row["pk"]: [] for row in environments}
     for number, row in enumerate(read_rows(directory, FILES[2], ("env_id", "agent_ids"))):

@@ -4,6 +4,7 @@ They come from the three published data files, or from a shop of our own.
 """
 
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -28,6 +29,7 @@ REQUIRED_KEYS = (
 # products, and the whole shop.
 SMALL_FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 LARGE_FILES = ("items_shuffle.json", "items_ins_v2.json", "items_human_ins.json")
+MOST_GOALS = 500_000  # half a gigabyte
 HUB_DATA = "YWZBrandon/webshop-data"
 
 
@@ -104,6 +106,10 @@ def load_catalog(
 def _read_json(path, kind):
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise DataError(f"{path}: nested too deep") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DataError(f"{path}: damaged or cut short: {place}: {error.msg}") from None
@@ -170,8 +176,9 @@ def _product(row, entry, where):
     product["BulletPoints"] = bullets if isinstance(bullets, list) else [bullets]
     try:
         product["pricing"], product["Price"] = _pricing(row.get("pricing"))
-    except (ValueError, IndexError, TypeError):
-        raise DataError(f"{where}: unreadable pricing {row.get('pricing')!r}") from None
+    except (ValueError, IndexError, TypeError, AttributeError):
+        shown = ascii(row.get("pricing"))[:60]
+        raise DataError(f"{where}: unreadable pricing {shown}, as $9.99 or $5 to $9") from None
 
     options, images = {}, {}
     try:
@@ -188,7 +195,8 @@ def _product(row, entry, where):
         raise DataError(f"{where}: unreadable {keys}: {error!r}") from None
 
     texts = [product[k] for k in ("Title", "Description", "category", "product_category")]
-    if not all(isinstance(t, str) for t in texts + product["BulletPoints"]):
+    texts += [*product["BulletPoints"], product["query"]]
+    if not all(isinstance(t, str) for t in texts):
         raise DataError(f"{where}: a name, description, bullet point or category is no text")
 
     product["options"] = options
@@ -207,6 +215,8 @@ def _pricing(text):
     if not text:
         return [100.0], "$100.0"
     figures = [float(re.sub(r"[^\d.]", "", part)) for part in text.split("$")[1:]]
+    if not all(figure < 1e9 for figure in figures[:2]):
+        raise ValueError("beyond all prices")
     if len(figures) == 1:
         return figures, f"${figures[0]}"
     return figures[:2], f"${figures[0]} to ${figures[1]}"
@@ -219,7 +229,9 @@ def _entry(attributes, asin, source):
     for key in ("attributes", "instruction_attributes"):
         texts = (entry.get(key) or []) if fine else None
         fine = isinstance(texts, list) and all(isinstance(a, str) for a in texts)
-    if not fine:
+    if fine and "attributes" in entry and entry["attributes"] is None:
+        fine = False
+    if not fine or not isinstance(entry.get("instruction"), str | None):
         raise DataError(f"{source}: row {asin}: attributes are no list of texts")
     return entry
 
@@ -230,7 +242,8 @@ def _instructions(entries, where):
     for number, entry in enumerate(entries):
         fine = isinstance(entry, dict) and isinstance(entry.get("instruction"), str)
         for key in ("instruction_attributes", "instruction_options"):
-            fine = fine and isinstance(entry.get(key), list)
+            texts = entry.get(key) if fine else None
+            fine = isinstance(texts, list) and all(isinstance(t, str) for t in texts)
         if not fine:
             raise DataError(f"{where}, instruction {number}: damaged")
     return entries
@@ -264,6 +277,10 @@ def make_goals(catalog: Catalog, human: bool, seed: int) -> list[dict]:
                 raise DataError(f"product {p['asin']}: a synthetic instruction without attributes")
             upper, text = _price_limit(catalog.prices[p["asin"]], draw)
             names = sorted(p["options"])
+            number = math.prod(len(p["options"][name]) for name in names)
+            if len(goals) + number > MOST_GOALS:
+                many = f"{number:,} combinations of its options, a goal each"
+                raise DataError(f"product {p['asin']}: {many}; {MOST_GOALS:,} goals are the most")
             for values in cartesian(*(p["options"][name] for name in names)):
                 chosen = dict(zip(names, values))
                 wish = ", and ".join(f"{k}: {v}" for k, v in chosen.items())
@@ -339,7 +356,11 @@ def fetch_hub() -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [f"*{name}" for name in SMALL_FILES]
-    root = Path(snapshot_download(HUB_DATA, repo_type="dataset", allow_patterns=patterns))
+    try:
+        root = Path(snapshot_download(HUB_DATA, repo_type="dataset", allow_patterns=patterns))
+    except Exception as error:  # network, hub and disk have no common class
+        reason = f"the hub does not give {HUB_DATA} ({type(error).__name__})"
+        raise DataError(f"{reason}; download its three files, and give their directory") from None
     # the files may lie in a folder of the data set
     found = sorted(path.parent for path in root.rglob(SMALL_FILES[0]))
     return found[0] if found else root

@@ -9,15 +9,18 @@ A world, the viewer and the sweep runner that come later add a list of their own
 CASES at the end.
 """
 
+import atexit
+import functools
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from conftest import TINY
+from conftest import TINY, run_main
 from safetensors.torch import load_file, save_file
 
 
@@ -258,6 +261,7 @@ MODELS = [
     ("no roles", written("chat_template.jinja", BARE), ("chat template",)),
     ("a template is a pipe", pipe("chat_template.jinja"), ("chat_template.jinja", "no file")),
     ("a template divides by 0", written("chat_template.jinja", "{{ 1 / 0 }}"), ("chat template",)),
+    ("a template without end", written("chat_template.jinja", LOOP), ("chat template", "5 s")),
     (
         "no end mark",
         no_end("{% for m in messages %}{{ m.content }} then {% endfor %}go"),
@@ -275,4 +279,325 @@ MODELS += [
 ]
 
 
-CASES = [*MODELS]
+# ------------ runs and their directories ------------
+
+SMALL = "--engine hf --tasks-per-iteration 2 --group-size 2".split()
+SMALL += "--eval-tasks 2 --eval-samples 1 --eval-every 1 --max-steps 2".split()
+
+
+@functools.cache
+def finished(script: str) -> Path:
+    """A run of two iterations, not disturbed."""
+    home = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, home)
+    run_main(script, *SMALL, "--iterations", 2, "--run-name", "base", cwd=home)
+    return home / "runs" / "base"
+
+
+def resumed(change: Callable[[Path], None], *words: str, auto=False, script="rloo_sokoban"):
+    """That run, changed, and taken up for a third iteration."""
+
+    def prepare(home: Path) -> list[str]:
+        run = shutil.copytree(finished(script), home / "runs" / "base", symlinks=True)
+        change(run)
+        return ["--iterations", "3", "--resume", "auto" if auto else "runs/base", *words]
+
+    return prepare
+
+
+def as_it_is(run: Path) -> None:
+    pass
+
+
+def put(name: str, content: str | bytes) -> Callable[[Path], None]:
+    content = content if isinstance(content, bytes) else content.encode()
+    return lambda run: (run / name).write_bytes(content) and None
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (shutil.rmtree if (run / name).is_dir() else os.unlink)(run / name)
+
+    return change
+
+
+def changed(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda run: (run / name).write_bytes(change((run / name).read_bytes())) and None
+
+
+def line(number: int, content: bytes) -> Callable[[bytes], bytes]:
+    """A table with another line in the place of this one."""
+
+    def change(table: bytes) -> bytes:
+        lines = table.split(b"\n")
+        lines[number] = content
+        return b"\n".join(lines)
+
+    return change
+
+
+def value(name: str, *path, to) -> Callable[[Path], None]:
+    """A JSON file of the run with another value at this path."""
+
+    def change(run: Path) -> None:
+        table = place = json.loads((run / name).read_text())
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+        (run / name).write_text(json.dumps(table))
+
+    return change
+
+
+def linked(name: str) -> Callable[[Path], None]:
+    """A link to a place outside of the run."""
+
+    def change(run: Path) -> None:
+        outside = run.parent.parent / "outside"
+        if (run / name).is_dir():
+            shutil.move(run / name, outside)
+        else:
+            outside.write_bytes((run / name).read_bytes() if (run / name).exists() else b"")
+            (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(outside)
+
+    return change
+
+
+def directory(name: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        (run / name).mkdir()
+
+    return change
+
+
+def queue(name: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+
+    return change
+
+
+def all_of(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda run: [change(run) for change in changes] and None
+
+
+def another_model(*words: str) -> Callable[[Path], list[str]]:
+    """A run of a model whose weights are replaced before it goes on."""
+
+    def prepare(home: Path) -> list[str]:
+        shutil.copytree(TINY, home / "model")
+        first = [*SMALL, "--iterations", 1, "--run-name", "base", "--model", "model"]
+        run_main("rloo_sokoban", *first, cwd=home)
+        found = load_file(home / "model/model.safetensors")
+        found["model.norm.weight"] *= 1.01
+        save_file(found, home / "model/model.safetensors", metadata={"format": "pt"})
+        return ["--iterations", "2", "--resume", "runs/base", "--model", "model", *words]
+
+    return prepare
+
+
+def beside(**files: str) -> Callable[[Path], list[str]]:
+    """A foreign directory in --runs-dir, newer than the run that --resume auto looks for."""
+
+    def prepare(home: Path) -> list[str]:
+        words = resumed(as_it_is, auto=True)(home)
+        (home / "runs/foreign").mkdir()
+        for name, content in files.items():
+            (home / "runs/foreign" / f"{name}.json").write_text(content)
+        return words
+
+    return prepare
+
+
+METRICS, EPISODES = "metrics.jsonl", "episodes.jsonl"
+LAST, FIRST = "checkpoints/000002/", "checkpoints/000001/"
+START = "starts", 0
+DEEP = "[" * 200_000
+NONSENSE = ("", "{}", "[]", "null", "7", '"text"', "{", '{"seed"', "\xff\xfe", DEEP, "NaN")
+RECORDS = [
+    (f"{name} is {content[:12]!r}", put(name, content), (name,))
+    for name in ("args.json", "run.json")
+    for content in NONSENSE
+]
+RECORDS += [
+    ("args.json is missing", gone("args.json"), ("no run there",)),
+    ("run.json is missing", gone("run.json"), ("run.json", "missing")),
+    ("run.json without a start", value("run.json", "starts", to=[]), ("run.json",)),
+    ("a start is a number", value("run.json", *START, to=1), ("run.json",)),
+    ("a start without hashes", value("run.json", *START, "hashes", to=None), ("run.json",)),
+    ("a start without a script", value("run.json", *START, "script", to=None), ("run.json",)),
+    ("another script", value("run.json", *START, "script", to="\x1b[2J"), ("made by",)),
+    ("a flag is lost", value("args.json", "no_such_flag", to=1), ("--no-such-flag",)),
+    ("a flag differs", value("args.json", "clip", to=0.3), ("--clip 0.2, was 0.3",)),
+    ("a flag of another type", value("args.json", "clip", to=["\n"]), ("--clip 0.2, was",)),
+    ("args.json is cut", changed("args.json", lambda t: t[: len(t) // 2]), ("args.json",)),
+    ("run.json is cut", changed("run.json", lambda t: t[: len(t) // 2]), ("run.json",)),
+    ("args.json is a link", linked("args.json"), ("args.json", "link")),
+    ("run.json is a link", linked("run.json"), ("run.json", "link")),
+    ("metrics.jsonl is a link", linked(METRICS), (METRICS, "link")),
+    ("episodes.jsonl is a link", linked(EPISODES), (EPISODES, "link")),
+    ("curve.png is a link", linked("curve.png"), ("curve.png", "link")),
+    ("lock is a link", linked("lock"), ("lock", "link")),
+    ("a draft is a link", linked(".metrics.jsonl.draft"), (".metrics.jsonl.draft", "link")),
+    ("checkpoints is a link", linked("checkpoints"), ("checkpoints", "link")),
+    ("metrics.jsonl is a directory", directory(METRICS), (METRICS, "directory")),
+    ("episodes.jsonl is a pipe", queue(EPISODES), (EPISODES, "pipe")),
+    ("run.json is a pipe", queue("run.json"), ("run.json", "pipe")),
+    ("curve.png is a directory", directory("curve.png"), ("curve.png", "directory")),
+    ("policy is a directory", directory("policy"), ("policy", "move it away")),
+    (
+        "checkpoints is a file",
+        all_of(gone("checkpoints"), put("checkpoints", "")),
+        ("checkpoints",),
+    ),
+    ("of a newer version", value(f"{LAST}state.json", "format", to=9), ("state.json", "format 9")),
+    (
+        "no checkpoint is whole",
+        all_of(gone(f"{LAST}state.json"), gone(f"{FIRST}state.json")),
+        ("whole",),
+    ),
+]
+RECORDS = [Case("runs", name, resumed(change), says) for name, change, says in RECORDS]
+
+NO_ROWS = [
+    b"[]",
+    b"7",
+    b"null",
+    b"\xff\xfe\x00",
+    b"{}",
+    b'{"iteration": "1"}',
+    b'{"iteration": -1}',
+]
+NO_ROWS += [b'{"iteration": 1.0}', b'{"iteration": true}', b'{"iteration": 1, "eval/score": NaN}']
+NO_ROWS += [b'{"iteration": 1, "eval/score": "x"}', b"garbage", b"\x1b[2J", b"[" * 200_000]
+TABLES = [
+    (f"line 2 of {table} is {row[:36]!r}", changed(table, line(1, row)), (table, "1 lines cannot"))
+    for table, rows in ((METRICS, NO_ROWS), (EPISODES, NO_ROWS[:4]))
+    for row in rows
+]
+TABLES += [
+    ("metrics.jsonl is garbage", put(METRICS, "a\nb\nc\n"), (METRICS, "3 lines", "0, 1, 2")),
+    (
+        "metrics.jsonl is cut in line 2",
+        changed(METRICS, lambda t: t[: t.find(b"\n") + 9]),
+        ("1, 2",),
+    ),
+    ("metrics.jsonl is empty", put(METRICS, ""), (METRICS, "without a row: 0, 1, 2")),
+    ("metrics.jsonl is missing", gone(METRICS), (METRICS, "without a row: 0, 1, 2")),
+    ("a row is missing", changed(METRICS, line(1, b"")), (METRICS, "without a row: 1")),
+    ("NUL after a power cut", changed(METRICS, lambda t: t + b"\0" * 99), (METRICS, "1 lines")),
+    ("episodes.jsonl is garbage", put(EPISODES, "a\n\0\n\xff\n"), (EPISODES, "3 lines")),
+    ("no checkpoint is left", gone("checkpoints"), (METRICS, "begins again", "damaged")),
+    (
+        "a cut checkpoint",
+        changed(f"{LAST}trained.safetensors", lambda t: t[:-1]),
+        (LAST, "set aside"),
+    ),
+    ("no state.json", gone(f"{LAST}state.json"), (f"{LAST}state.json", "set aside")),
+    ("state.json is []", put(f"{LAST}state.json", "[]"), (f"{LAST}state.json", "set aside")),
+    ("state.json is deep", put(f"{LAST}state.json", DEEP), (f"{LAST}state.json", "set aside")),
+    (
+        "an empty checkpoint",
+        lambda run: (run / "checkpoints/000009").mkdir(),
+        ("000009", "set aside"),
+    ),
+]
+TABLES = [
+    Case("runs", name, resumed(change), ("warning: ", *says), goes_on=True)
+    for name, change, says in TABLES
+]
+
+HASHES = *START, "hashes"
+OVERRIDES = [
+    ("another model", another_model(), ("--model model", "hash")),
+    (
+        "other weights, --override clip",
+        another_model("--override", "clip"),
+        ("--model model", "hash"),
+    ),
+    ("--override of no flag", resumed(as_it_is, "--override", "no"), ("--override no",)),
+    (
+        "--override of one flag of two",
+        resumed(as_it_is, "--clip=0.3", "--seed=2", "--override", "clip"),
+        ("--seed 2, was 1",),
+    ),
+    (
+        "another panel, --override clip",
+        resumed(value("run.json", *HASHES, "panel", to="0"), "--override", "clip"),
+        ("panel", "hash"),
+    ),
+    (
+        "other data, --override model seed",
+        resumed(value("run.json", *HASHES, "data", to="0"), "--override", "model", "seed"),
+        ("the data", "hash"),
+    ),
+]
+OVERRIDES = [Case("runs", name, make, says) for name, make, says in OVERRIDES]
+NAMED = resumed(as_it_is, "--eval-tasks", "3", "--override", "eval-tasks")
+OVERRIDES += [
+    Case("runs", name, make, ("iteration ",), goes_on=True)
+    for name, make in {
+        "other weights, --override model": another_model("--override", "model"),
+        "another panel, --override eval-tasks": NAMED,
+    }.items()
+]
+
+FOREIGN = [
+    dict(args="{}", run="[]"),
+    dict(args="{}"),
+    dict(args="[]", run="{}"),
+    dict(args='{"seed": 1}', run='{"starts": []}'),
+    dict(args='{"seed": 1}', run='{"starts": [{}]}'),
+    dict(args="\x1b[2J", run="null"),
+    dict(args=DEEP, run=DEEP),
+    dict(args=""),
+]
+FOREIGN = [
+    Case("runs", f"auto beside {number}", beside(**files), ("foreign", "is skipped"), goes_on=True)
+    for number, files in enumerate(FOREIGN)
+]
+DAMAGED = resumed(put("run.json", "[]"), "--run-name", "base", auto=True)
+FOREIGN += [
+    Case("runs", "auto beside a stranger", beside(), ("goes on with runs/base",), goes_on=True),
+    Case("runs", "auto and a damaged run of this name", DAMAGED, ("run.json",)),
+]
+
+BAD_NAMES = [
+    *("../x", "..", ".", "/tmp/x", "a/b", "a\nb", "\x1b[2J", "\udcff", "a\0b", "\t", " "),
+    *("n" * 101, "\U0001f600" * 100, "\u202e", "a ", " a", "./", "~/", "a\r"),
+]
+GOOD_NAMES = [r"$\frac{a}$", "$", "n" * 100, "-x", "a b", "\U0001f600", ".hidden", "100%", "{}"]
+NAMES = [
+    Case("names", ascii(name)[:20], flags(f"--run-name={name}"), ("--run-name",))
+    for name in BAD_NAMES
+]
+NAMES += [
+    Case(
+        *("names", f"{ascii(name)[:20]} is one"),
+        flags(f"--run-name={name}", "--eval-only"),
+        (f"all goes to runs/{name}",),
+        goes_on=True,
+    )
+    for name in GOOD_NAMES
+]
+PLACES = [
+    ("--runs-dir=", ("--runs-dir", "is empty")),
+    ("--runs-dir=/proc/x", ("--runs-dir /proc/x", "cannot be written")),
+    ("--runs-dir=/dev/null", ("--runs-dir /dev/null", "cannot be written")),
+    ("--runs-dir=a\nb", ("--runs-dir", "printable")),
+    ("--runs-dir=" + "d/" * 3000, ("--runs-dir", "4,096")),
+    ("--runs-dir=" + "d" * 300, ("--runs-dir", "cannot be written")),
+    ("--resume=nowhere", ("--resume nowhere", "no run there")),
+    ("--resume=/dev/null", ("--resume /dev/null", "no run there")),
+    ("--resume=.", ("--resume .", "no run there")),
+    ("--resume=a\nb", ("--resume", "printable")),
+    ("--resume=" + "d" * 300, ("--resume", "no run there")),
+    ("--override=clip", ("--override", "--resume")),
+]
+NAMES += [Case("names", words[:24], flags(words), says) for words, says in PLACES]
+
+
+CASES = [*MODELS, *RECORDS, *TABLES, *OVERRIDES, *FOREIGN, *NAMES]
