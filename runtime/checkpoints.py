@@ -311,10 +311,16 @@ def told_when_full(run: Path):
         sys.exit(f"\nstopped: {error.filename}: {error.strerror}{how_to_go_on(run)}")
 
 
+def has_rows(run: Path) -> bool:
+    """Whether the run has finished so much as its first evaluation."""
+    table = run / "metrics.jsonl"
+    return table.exists() and table.stat().st_size > 0
+
+
 def how_to_go_on(run: Path) -> str:
     """What is kept of a run, and how to take it up."""
     if kept := kept_in(run):
         return f": iteration {int(kept[-1].name)} is kept in {run}; go on with --resume {run}"
-    if (run / "metrics.jsonl").exists():
+    if has_rows(run):
         return f": no iteration was finished; begin it again with --resume {run}"
     return ": nothing was finished, and nothing is kept; start again"

@@ -28,6 +28,7 @@ from pathlib import Path
 from runtime import processes, report
 from runtime.checkpoints import (
     DamagedError,
+    has_rows,
     how_to_go_on,
     kept_in,
     load_checkpoint,
@@ -213,7 +214,6 @@ class Run:
             self.row["engine/restarts"] = self.engine.restarts
         self.rows.append(self.row)
         if processes.rank() == 0:
-            self.began = []  # from now on there is something to keep
             append(
                 self.path / "episodes.jsonl", report.episode_lines(self.row, trajectories, columns)
             )
@@ -490,9 +490,9 @@ def stop(run: Run | None, error: BaseException) -> None:
 
 def discard(run: Run) -> None:
     """Remove the directory that this process made for a run, where nothing was kept in it."""
-    if not run.began or any(run.path.glob("batch-*.json")):
+    if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
         return
-    for name in ("args.json", "run.json", "lock"):
+    for name in ("args.json", "run.json", "metrics.jsonl", "episodes.jsonl", "lock"):
         (run.path / name).unlink(missing_ok=True)
     for made in reversed(run.began):
         with contextlib.suppress(OSError):  # somebody else's file is in it

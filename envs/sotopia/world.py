@@ -65,6 +65,7 @@ from envs.sotopia.scenarios import (
     OWN_VALIDATION,
     Bargain,
     CommonFriend,
+    DataError,
     Scenario,
     Transcript,
     background,
@@ -489,6 +490,8 @@ class Sotopia:
 
         try:
             env = cls(**same, **flags)
+        except DataError as error:
+            sys.exit(f"--sotopia-data {world.sotopia_data}: {error}")
         except ValueError as error:
             sys.exit(str(error))
         try:

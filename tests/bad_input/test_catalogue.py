@@ -4,7 +4,7 @@ import resource
 import time
 
 import pytest
-from catalogue import CASES, SMALL, Case
+from cases import CASES, SECRET, SMALL, Case
 from conftest import run_main
 
 LINES, SECONDS, MEMORY = 3, 60, 2 * 2**20  # [KiB] by which the process may grow
@@ -41,7 +41,7 @@ def test_case(case: Case, tmp_path):
     assert time.monotonic() - start < SECONDS and memory() - before < MEMORY
 
     said = done.stderr.strip()
-    assert "Traceback" not in done.stdout + said
+    assert "Traceback" not in done.stdout + said and SECRET not in done.stdout + said
     if case.goes_on:
         lines = [line for line in (done.stdout + said).splitlines() if case.says[0] in line]
         assert done.returncode == 0 and lines, done.stdout + said

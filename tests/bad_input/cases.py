@@ -19,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from envs.sotopia import FILES as SOTOPIA_FILES
+from envs.webshop import SMALL_FILES, generate_shop
+
 import torch
 from conftest import TINY, run_main
 from safetensors.torch import load_file, save_file
@@ -600,4 +603,326 @@ PLACES = [
 NAMES += [Case("names", words[:24], flags(words), says) for words, says in PLACES]
 
 
-CASES = [*MODELS, *RECORDS, *TABLES, *OVERRIDES, *FOREIGN, *NAMES]
+# ------------ data ------------
+
+
+@functools.cache
+def shop() -> list:
+    """The three tables of a small shop: products, attributes, people's instructions."""
+    rows, attributes, human = generate_shop(0)
+    asins = [row["asin"] for row in rows[:6]]
+    return [rows[:6], {a: attributes[a] for a in asins}, {a: human[a] for a in asins}]
+
+
+def shop_with(change: Callable[[list], None], *words: str) -> Callable[[Path], list[str]]:
+    """That shop with changed tables."""
+
+    def prepare(home: Path) -> list[str]:
+        tables = json.loads(json.dumps(shop()))
+        change(tables)
+        (home / "data").mkdir()
+        for name, table in zip(SMALL_FILES, tables):
+            text = table if isinstance(table, bytes) else json.dumps(table).encode()
+            (home / "data" / name).write_bytes(text)
+        return ["--webshop-data", "data", *words]
+
+    return prepare
+
+
+def at(*path, to) -> Callable[[list], None]:
+    """Another value at a place of tables."""
+
+    def change(tables: list) -> None:
+        place = tables
+        for key in path[:-1]:
+            place = place[[*place][key]] if isinstance(place, dict) and key == 0 else place[key]
+        key = [*place][0] if isinstance(place, dict) and path[-1] == 0 else path[-1]
+        place[key] = to
+
+    return change
+
+
+def absent(*path) -> Callable[[list], None]:
+    def change(tables: list) -> None:
+        place = tables
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+
+    return change
+
+
+def matrix(options: int, values: int) -> dict:
+    """Options that combine to values ** options goals."""
+    return {f"o{i}": [{"value": f"v{i} {j}"} for j in range(values)] for i in range(options)}
+
+
+def halves(tables: list) -> None:
+    """Half a surrogate pair in every instruction and name."""
+    for row in tables[0]:
+        row["name"] += " \ud83d"
+    for entries in tables[2].values():
+        for entry in entries:
+            entry["instruction"] = f"\udc00 {entry['instruction']}"
+
+
+PRODUCTS, ATTRIBUTES, INSTRUCTIONS = SMALL_FILES
+ROW = 0, 1  # the second product
+SYNTHETIC = "--goals", "synthetic"
+SHOP = [
+    ("price 5", at(*ROW, "pricing", to=5), (PRODUCTS, "row 1", "pricing")),
+    ("price 5.5", at(*ROW, "pricing", to=5.5), (PRODUCTS, "row 1", "pricing")),
+    ("price a list", at(*ROW, "pricing", to=["$5"]), (PRODUCTS, "row 1", "pricing")),
+    ("price NaN", at(*ROW, "pricing", to=float("nan")), (PRODUCTS, "row 1", "pricing")),
+    ("price Infinity", at(*ROW, "pricing", to=float("inf")), (PRODUCTS, "row 1", "pricing")),
+    ("price a table", at(*ROW, "pricing", to={"$": 5}), (PRODUCTS, "row 1", "pricing")),
+    ("price true", at(*ROW, "pricing", to=True), (PRODUCTS, "row 1", "pricing")),
+    ("price in words", at(*ROW, "pricing", to="five"), (PRODUCTS, "row 1", "pricing")),
+    ("price $", at(*ROW, "pricing", to="$"), (PRODUCTS, "row 1", "pricing")),
+    ("price 1.2.3", at(*ROW, "pricing", to="$1.2.3"), (PRODUCTS, "row 1", "pricing")),
+    ("price of 400 figures", at(*ROW, "pricing", to="$" + "9" * 400), (PRODUCTS, "row 1")),
+    ("price of a megabyte", at(*ROW, "pricing", to="$" + "." * 2**20), (PRODUCTS, "row 1")),
+    ("no asin", absent(*ROW, "asin"), (PRODUCTS, "row 1", "asin")),
+    ("asin 7", at(*ROW, "asin", to=7), (PRODUCTS, "row 1", "asin")),
+    ("asin empty", at(*ROW, "asin", to=""), (PRODUCTS, "row 1", "asin")),
+    ("a row is a list", at(*ROW, to=[]), (PRODUCTS, "row 1")),
+    ("a row is null", at(*ROW, to=None), (PRODUCTS, "row 1")),
+    ("no name", absent(*ROW, "name"), (PRODUCTS, "row 1", "name")),
+    ("name 7", at(*ROW, "name", to=7), (PRODUCTS, "row 1", "name")),
+    ("description null", at(*ROW, "full_description", to=None), (PRODUCTS, "row 1")),
+    ("bullets of numbers", at(*ROW, "small_description", to=[1, 2]), (PRODUCTS, "row 1")),
+    ("category a list", at(*ROW, "category", to=[]), (PRODUCTS, "row 1", "category")),
+    ("query 7", at(*ROW, "query", to=7), (PRODUCTS, "row 1", "query")),
+    ("no images", at(*ROW, "images", to=[]), (PRODUCTS, "row 1", "images")),
+    ("images 7", at(*ROW, "images", to=7), (PRODUCTS, "row 1", "images")),
+    ("options a list", at(*ROW, "customization_options", to=[1]), (PRODUCTS, "row 1")),
+    ("options of texts", at(*ROW, "customization_options", to={"a": "b"}), (PRODUCTS, "row 1")),
+    ("an option of numbers", at(*ROW, "customization_options", to={"a": [1]}), (PRODUCTS, "row 1")),
+    (
+        "an option's value 7",
+        at(*ROW, "customization_options", to={"a": [{"value": 7}]}),
+        ("row 1",),
+    ),
+    ("a value is missing", at(*ROW, "customization_options", to={"a": [{}]}), (PRODUCTS, "row 1")),
+    ("products a table", at(0, to={}), (PRODUCTS, "array")),
+    ("no product", at(0, to=[]), (PRODUCTS, "no product")),
+    ("products null", at(0, to=None), (PRODUCTS, "array")),
+    ("products cut", at(0, to=b'[{"asin": "B1", "na'), (PRODUCTS, "cut short")),
+    ("products empty", at(0, to=b""), (PRODUCTS, "damaged")),
+    ("products no UTF-8", at(0, to=b"\xff\xfe"), (PRODUCTS, "UTF-8")),
+    ("products deep", at(0, to=b"[" * 200_000), (PRODUCTS, "deep")),
+    ("attributes deep", at(1, to=b'{"a":' * 200_000), (ATTRIBUTES, "deep")),
+    ("attributes a list", at(1, to=[]), (ATTRIBUTES, "object")),
+    ("an entry a list", at(1, 0, to=[]), (ATTRIBUTES, "attributes")),
+    ("attributes 7", at(1, 0, "attributes", to=7), (ATTRIBUTES, "attributes")),
+    ("attributes null", at(1, 0, "attributes", to=None), (ATTRIBUTES, "attributes")),
+    ("attributes of numbers", at(1, 0, "attributes", to=[1]), (ATTRIBUTES, "attributes")),
+    ("instruction 7", at(1, 0, "instruction", to=7), (ATTRIBUTES, "attributes")),
+    ("instructions a list", at(2, to=[]), (INSTRUCTIONS, "object")),
+    ("instructions cut", at(2, to=b"{"), (INSTRUCTIONS, "cut short")),
+    ("an entry 7", at(2, 0, to=7), (INSTRUCTIONS, "list of instructions")),
+    ("an instruction null", at(2, 0, 0, to=None), (INSTRUCTIONS, "instruction 0")),
+    ("its text 7", at(2, 0, 0, "instruction", to=7), (INSTRUCTIONS, "instruction 0")),
+    ("its options null", at(2, 0, 0, "instruction_options", to=None), ("instruction 0",)),
+    ("its options numbers", at(2, 0, 0, "instruction_options", to=[7]), ("instruction 0",)),
+    ("its attributes a text", at(2, 0, 0, "instruction_attributes", to="a"), ("instruction 0",)),
+    ("nobody asks", at(2, to={}), ("0 goals", "nothing to split")),
+]
+SHOP = [
+    Case("data", name, shop_with(change), ("--webshop-data data", *says), "rloo_webshop")
+    for name, change, says in SHOP
+]
+BIG = at(*ROW, "customization_options", to=matrix(9, 12))
+EDGE = at(*ROW, "customization_options", to=matrix(6, 9))
+SHOP += [
+    Case(
+        *("data", f"options of {name}, synthetic goals"),
+        shop_with(change, *SYNTHETIC),
+        ("--webshop-data data", "combinations of its options"),
+        "rloo_webshop",
+    )
+    for name, change in {"9 times 12 values": BIG, "6 times 9 values": EDGE}.items()
+]
+SHOP += [
+    Case("data", words[0], flags(*words), says, "rloo_webshop")
+    for words, says in [
+        (("--webshop-data=nowhere",), ("--webshop-data nowhere", "missing")),
+        (("--webshop-data=/dev/null",), ("--webshop-data /dev/null", "missing")),
+        (("--webshop-data=hub",), ("--webshop-data hub", "download")),
+        (("--webshop-data=a\nb",), ("--webshop-data", "printable")),
+        (("--num-products=one",), ("--num-products one",)),
+        (("--num-products=-1",), ("--num-products",)),
+        (("--max-steps=0",), ("--max-steps",)),
+    ]
+]
+SHOP += [
+    Case(
+        *("data", "halves of surrogate pairs in every instruction"),
+        shop_with(halves),
+        ("iteration    1",),
+        "rloo_webshop",
+        goes_on=True,
+    )
+]
+ROOMS = [
+    ("--room-size=200", ("--room-size 200", "5 to 10")),
+    ("--room-size=4", ("--room-size 4", "5 to 10")),
+    ("--room-size=1000000000000", ("--room-size",)),
+    ("--num-boxes=100", ("--num-boxes 100", "1 to 4")),
+    ("--num-boxes=0", ("--num-boxes 0", "1 to 4")),
+    ("--num-boxes=-1", ("--num-boxes -1", "1 to 4")),
+]
+ROOMS = [Case("data", words, flags(words), says) for words, says in ROOMS]
+ROOMS += [
+    Case(
+        *("data", "4 boxes in a room of 5"),
+        flags("--room-size=5", "--num-boxes=4"),
+        ("--room-size 5 --num-boxes 4", "less than its side"),
+    )
+]
+
+
+def published() -> list:
+    """Environments, people and combos, as SOTOPIA's files have them."""
+    environments, people, combos = [], {}, []
+    for number in range(6):
+        goals = ["Sell the chair.", "Buy the chair."]
+        scene = {"scenario": f"A market, stall {number}.", "agent_goals": goals, "relationship": 2}
+        environments.append({"pk": f"e{number}", **scene})
+    for number in range(4):
+        name = {"first_name": f"Ann{number}", "last_name": "Lee", "age": 30, "secret": "None."}
+        people[f"a{number}"] = {"pk": f"a{number}", **name}
+    for number in range(12):
+        pair = [f"a{number % 4}", f"a{(number + 1) % 4}"]
+        combos.append({"env_id": f"e{number % 6}", "agent_ids": pair})
+    return [environments, people, combos]
+
+
+def talks_with(change: Callable[[list], None]) -> Callable[[Path], list[str]]:
+    def prepare(home: Path) -> list[str]:
+        tables = published()
+        change(tables)
+        (home / "data").mkdir()
+        for name, table in zip(SOTOPIA_FILES, tables):
+            text = table if isinstance(table, bytes) else json.dumps(table).encode()
+            (home / "data" / name).write_bytes(text)
+        judge = ["--judge-url", "http://127.0.0.1:9/v1", "--judge-model", "m", "--partner", "self"]
+        return ["--sotopia-data", "data", *judge]
+
+    return prepare
+
+
+SCENES, PEOPLE, PAIRS = SOTOPIA_FILES
+SCENE = 0, 1
+TALKS = [
+    ("pk 7", at(*SCENE, "pk", to=7), (SCENES, "row 1", "pk")),
+    ("pk a list", at(*SCENE, "pk", to=["e"]), (SCENES, "row 1", "pk")),
+    ("no pk", absent(*SCENE, "pk"), (SCENES, "row 1", "pk")),
+    ("scenario 7", at(*SCENE, "scenario", to=7), (SCENES, "row 1", "scenario")),
+    ("scenario null", at(*SCENE, "scenario", to=None), (SCENES, "row 1", "scenario")),
+    ("goals a text", at(*SCENE, "agent_goals", to="win"), (SCENES, "row 1", "agent_goals")),
+    ("one goal", at(*SCENE, "agent_goals", to=["win"]), (SCENES, "row 1", "agent_goals")),
+    ("goals of numbers", at(*SCENE, "agent_goals", to=[1, 2]), (SCENES, "row 1", "agent_goals")),
+    ("relationship 6", at(*SCENE, "relationship", to=6), (SCENES, "row 1", "relationship")),
+    ("relationship -1", at(*SCENE, "relationship", to=-1), (SCENES, "row 1", "relationship")),
+    ("relationship 1.5", at(*SCENE, "relationship", to=1.5), (SCENES, "row 1", "relationship")),
+    ("relationship 2.0", at(*SCENE, "relationship", to=2.0), (SCENES, "row 1", "relationship")),
+    ("relationship true", at(*SCENE, "relationship", to=True), (SCENES, "row 1", "relationship")),
+    ("relationship a text", at(*SCENE, "relationship", to="2"), (SCENES, "row 1", "relationship")),
+    ("relationship a list", at(*SCENE, "relationship", to=[]), (SCENES, "row 1", "relationship")),
+    ("a row is 7", at(*SCENE, to=7), (SCENES, "row 1")),
+    ("no rows", at(0, to=[]), (SCENES, "no rows")),
+    ("one environment", at(0, to=published()[0][:1]), (PAIRS, "row 1")),
+    ("environments null", at(0, to=None), (SCENES, "no rows")),
+    ("environments cut", at(0, to=b'[{"pk"'), (SCENES, "no JSON")),
+    ("environments no UTF-8", at(0, to=b"\xff\xff"), (SCENES, "no JSON")),
+    ("environments deep", at(0, to=b"[" * 200_000), (SCENES, "deep")),
+    ("first name 7", at(1, "a1", "first_name", to=7), (PEOPLE, "row 1", "first_name")),
+    ("no first name", absent(1, "a1", "first_name"), (PEOPLE, "row 1", "first_name")),
+    ("last name a list", at(1, "a1", "last_name", to=[]), (PEOPLE, "row 1", "last_name")),
+    ("secret a table", at(1, "a1", "secret", to={}), (PEOPLE, "row 1", "secret")),
+    ("occupation 7", at(1, "a1", "occupation", to=7), (PEOPLE, "row 1", "occupation")),
+    ("public_info a list", at(1, "a1", "public_info", to=[1]), (PEOPLE, "row 1", "public_info")),
+    ("a person null", at(1, "a1", to=None), (PEOPLE, "row 1")),
+    ("people deep", at(1, to=b'{"a":' * 200_000), (PEOPLE, "deep")),
+    ("people a text", at(1, to="people"), (PEOPLE, "no rows")),
+    ("an unknown person", at(2, 1, "agent_ids", to=["a1", "x"]), (PAIRS, "row 1")),
+    ("one person", at(2, 1, "agent_ids", to=["a1"]), (PAIRS, "row 1")),
+    ("three people", at(2, 1, "agent_ids", to=["a1", "a2", "a3"]), (PAIRS, "row 1")),
+    ("people by number", at(2, 1, "agent_ids", to=[1, 2]), (PAIRS, "row 1")),
+    ("people in lists", at(2, 1, "agent_ids", to=[[], []]), (PAIRS, "row 1")),
+    ("agent_ids 7", at(2, 1, "agent_ids", to=7), (PAIRS, "row 1")),
+    ("an unknown environment", at(2, 1, "env_id", to="x"), (PAIRS, "row 1")),
+    ("an environment by number", at(2, 1, "env_id", to=1), (PAIRS, "row 1")),
+    ("no combos", at(2, to=[]), (PAIRS, "no rows")),
+]
+TALKS = [
+    Case(
+        "data",
+        f"sotopia, {name}",
+        talks_with(change),
+        ("--sotopia-data data", *says),
+        "grpo_sotopia",
+    )
+    for name, change, says in TALKS
+]
+
+# ------------ endpoints: their addresses ------------
+
+SECRET = "sk-0123456789"
+ADDRESSES = [
+    "localhost:8000",
+    "ftp://localhost/v1",
+    "file:///etc/passwd",
+    "http://",
+    "http://:8000/v1",
+    "http://localhost:port/v1",
+    "http://localhost:99999/v1",
+    "http://localhost:-1/v1",
+    "http://localhost:0/v1",
+    "http://[::1/v1",
+    "http://local host/v1",
+    "http://localhost/v1\n",
+    "http://localhost/\tv1",
+    "http://localhost\\@other/v1",
+    f"http://{SECRET}@localhost/v1",
+    f"http://user:{SECRET}@localhost/v1",
+    f"http://localhost/v1?key={SECRET}",
+    f"http://localhost/v1#{SECRET}",
+    f"http://localhost/v1#\n{SECRET}",
+    f"http://localhost:{SECRET}/v1",
+    "http://" + "a" * 300 + "/v1",
+    "http://" + "a" * 5000,
+    "http://\udcff/v1",
+    "javascript:alert(1)",
+]
+URLS = [
+    Case(
+        *("endpoints", f"--{flag}-url {ascii(url)[:40]}"),
+        flags(f"--{flag}-url={url}", f"--{flag}-model=m"),
+        (f"--{flag}-url",),
+        "grpo_sotopia",
+    )
+    for flag in ("judge", "eval-partner")
+    for url in ADDRESSES
+]
+URLS += [
+    Case("endpoints", " ".join(words)[:40], flags(*words), says, "grpo_sotopia")
+    for words, says in [
+        (("--judge-url=http://localhost/v1",), ("--judge-model", "missing")),
+        (("--partner-url=http://localhost/v1",), ("--partner-model", "missing")),
+        (("--partner=self", "--partner-url=http://a/v1", "--partner-model=m"), ("--partner self",)),
+        (("--outcome=overall",), ("--outcome overall", "--judge-url")),
+        (("--sotopia-data=x",), ("--sotopia-data", "--judge-url")),
+        (("--max-steps=11",), ("--max-steps 11",)),
+        (("--timeout=nan",), ("--timeout nan",)),
+        (("--timeout=inf",), ("--timeout inf",)),
+        (("--timeout=0",), ("--timeout 0",)),
+        (("--tries=0",), ("--tries 0",)),
+        (("--tries=101",), ("--tries 101",)),
+        (("--in-flight=0",), ("--in-flight 0",)),
+    ]
+]
+
+
+CASES = [*MODELS, *RECORDS, *TABLES, *OVERRIDES, *FOREIGN, *NAMES, *SHOP, *ROOMS, *TALKS, *URLS]
