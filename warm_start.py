@@ -21,12 +21,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from runtime.batching import flat_tensors, micro_batches
 from runtime.chat import Chat
 from runtime.engines import HfEngine
-from runtime.flags import Flat, parse, refuse
+from runtime.flags import Flat, check_files, check_writable, parse, refuse
 from runtime.models import ModelError, read_causal_model, read_tokenizer
 from runtime.networks import Network, action_logprobs
 from runtime.processes import gather, my_tasks
@@ -317,6 +318,8 @@ def main():
     args = parse(Args, __doc__)
     if args.heads % args.kv_heads:
         refuse("kv_heads", args.kv_heads, f"has to divide --heads {args.heads}")
+    check_files(Path(args.model or "no model"), args.model)
+    check_writable("out", args.out)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
     world = import_module(f"envs.{args.environment}")

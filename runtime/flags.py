@@ -169,6 +169,8 @@ def flags_of(args) -> dict:
 
 # ------------ what cannot work ------------
 
+MOST_EPISODES = 1_000_000  # side by side
+
 
 def check(args, env) -> str:
     """The directory (or hub name) of --model; exits with one line that names the flag where
@@ -180,9 +182,18 @@ def check(args, env) -> str:
     if args.tasks_per_iteration > len(env.train_tasks):
         reason = f"{env.name} has {len(env.train_tasks)} training tasks"
         refuse("tasks_per_iteration", args.tasks_per_iteration, reason)
+    episodes = {"group_size": args.tasks_per_iteration * args.group_size}
+    episodes["eval_samples"] = run_args.eval_tasks * run_args.eval_samples
+    for name, number in episodes.items():
+        if number > MOST_EPISODES:
+            value = flags_of(args)[name]
+            refuse(name, value, f"{number:,} episodes at once, {MOST_EPISODES:,} are the most")
+    if args.max_action_tokens >= args.max_context_tokens:
+        reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
+        refuse("max_action_tokens", args.max_action_tokens, reason)
     if run_args.engine == "vllm" and not find_spec("vllm"):
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
-    check_writable(run_args.runs_dir)
+    check_writable("runs_dir", run_args.runs_dir)
     return check_model(args)
 
 
@@ -198,13 +209,13 @@ def shown(value) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def check_writable(runs_dir: str) -> None:
-    trial = Path(runs_dir, f".{os.getpid()}")
+def check_writable(flag: str, directory: str) -> None:
+    trial = Path(directory, f".{os.getpid()}")
     try:
         trial.mkdir(parents=True)
         trial.rmdir()
     except OSError as error:
-        refuse("runs_dir", runs_dir, f"cannot be written ({error.strerror})")
+        refuse(flag, directory, f"cannot be written ({error.strerror})")
 
 
 def check_model(args) -> str:
@@ -212,11 +223,7 @@ def check_model(args) -> str:
     places = Path(args.model), ROOT / args.model
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
     trust = args.run_args.trust_remote_code
-    if Path(path).is_dir():
-        try:
-            check_directory(Path(path))
-        except ModelError as error:
-            refuse("model", args.model, str(error))
+    check_files(Path(path), args.model)
     longest = positions_of(path, args.model, trust)
 
     if Path(path).is_dir():
@@ -228,6 +235,15 @@ def check_model(args) -> str:
         reason = f"--model {args.model} was made for {longest}"
         refuse("max_context_tokens", args.max_context_tokens, reason)
     return path
+
+
+def check_files(path: Path, model: str) -> None:
+    """Refuse a directory whose files cannot be a model's, before anything of them is read."""
+    if path.is_dir():
+        try:
+            check_directory(path)
+        except ModelError as error:
+            refuse("model", model, str(error))
 
 
 def positions_of(path: str, model: str, trust: bool) -> int:

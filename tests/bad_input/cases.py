@@ -5,8 +5,7 @@ which the script is started, and returns its flags. `says` are pieces of the lin
 the flag or the file, and what is wrong. A case that `goes_on` ends as a run should, with a warning
 that says so; the others end before anything began, in at most three lines, and leave no run behind.
 
-A world, the viewer and the sweep runner that come later add a list of their own and its name to
-CASES at the end.
+What is built later (a world, a tool) adds a list of its own, and its name to CASES at the end.
 """
 
 import atexit
@@ -16,7 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envs.sotopia import FILES as SOTOPIA_FILES
@@ -924,5 +923,65 @@ URLS += [
     ]
 ]
 
+# ------------ flags: each range, and what does not go together ------------
 
-CASES = [*MODELS, *RECORDS, *TABLES, *OVERRIDES, *FOREIGN, *NAMES, *SHOP, *ROOMS, *TALKS, *URLS]
+# test_every_flag.py has every flag of every script; these go through main
+VALUES = """
+rloo_sokoban --clip=-1 --clip=nan --clip=0 --max-grad-norm=-1 --max-grad-norm=nan --lr-halving=nan
+rloo_sokoban --lr-halving=0 --invalid-penalty=nan --invalid-penalty=-0.1 --learning-rate=inf
+rloo_sokoban --learning-rate=nan --learning-rate=2 --temperature=nan --temperature=inf
+rloo_sokoban --temperature=1e-300 --eval-temperature=nan --eval-temperature=1e-300 --group-size=1
+rloo_sokoban --engine-correction=nan --engine-correction=-1 --seed=-1 --seed=18446744073709551616
+rloo_sokoban --minibatches=0 --history=-1 --max-steps=0 --max-steps=1e3 --eval-tasks=0 --keep=0
+rloo_sokoban --iterations=0 --iterations=99999999999 --processes=0 --save-every=0 --eval-every=-1
+rloo_sokoban --policy-lora-rank=-1 --engine=tpu --dtype=float16 --ratio=none --track=perhaps
+rloo_sokoban --micro-batch-tokens=0 --engine-memory=0 --group-size=10000000 --eval-samples=10000000
+rloo_sokoban --max-context-tokens=16 --max-action-tokens=99999 --eval-tasks=129 --no-seed --sed=1
+rloo_sokoban --tasks-per-iteration=10001 --processes=2 --top-p=0.9 --clip= --seed=one --seed=0x10
+istar_sokoban --pair-margin=nan --pair-margin=-1 --alpha=inf --alpha=nan --alpha=-1 --beta=nan
+istar_sokoban --beta=-0.05 --step-std-floor=nan --step-std-floor=-1 --prm-drift-bound=nan
+istar_sokoban --prm-drift-bound=-1 --prm-weight-decay=nan --prm-weight-decay=-0.1 --prm-steps=0
+istar_sokoban --prm-learning-rate=inf --prm-lora-rank=0 --estimator=best --prm-score=never
+gigpo_sokoban --step-gamma=1.1 --step-gamma=nan --step-weight=-1 --step-norm=max
+prime_webshop --outcome=score --ratio=step --variant=new --beta=inf
+ppo_webshop --gamma=nan --gamma=1.5 --gae-lambda=-0.1 --value-clip=0 --value-clip=nan --gae=all
+ppo_webshop --critic-learning-rate=inf --critic-lora-rank=0
+istar_webshop_ablations --granularity=token --step-reward=none --merge-rewards=1
+warm_start --noise=1.5 --noise=nan --target=2 --kv-heads=3 --heads=0 --vocabulary=10 --hidden=0
+warm_start --layers=1000000 --rotary-base=0 --rotary-base=nan --out=/dev/null/x --out=
+warm_start --batch-size=0 --environment=chess --observation-share=nan --learning-rate=inf --model=nowhere/at/all
+"""
+FLAGS = []
+for words in map(str.split, VALUES.strip().splitlines()):
+    for word in words[1:]:
+        less = ["--demonstrations=2"] if words[0] == "warm_start" else []
+        says = (word.split("=")[0],)
+        FLAGS.append(Case("flags", f"{words[0]} {word}", flags(word, *less), says, words[0]))
+TOGETHER = {
+    "--granularity=token": ("--ratio step",),
+    "--group-size=10000000": ("--group-size", "episodes at once"),
+    "--processes=2": ("--processes 2", "1 started"),
+}
+FLAGS = [replace(case, says=TOGETHER.get(case.name.split()[1], case.says)) for case in FLAGS]
+FEW = "--demonstrations", "2"
+CLONING = [
+    ("a cut config.json", cut("config.json", 0.5), ("--model model", "config.json")),
+    ("a layer is missing", tensors(without(LAYER)), ("--model model", "missing")),
+    ("no tokenizer", removed("tokenizer.json"), ("--model model", "token")),
+    ("nan", tensors(with_number(float("nan"), EMBEDDING)), ("--model model", "not finite")),
+]
+CLONING = [
+    Case(
+        "models", f"{name}, cloned", lambda home, make=make: [*make(home), *FEW], says, "warm_start"
+    )
+    for name, make, says in CLONING
+]
+
+# ------------ a place for what is built beside this: the visual world, the viewer, the sweep runner
+
+VISUAL: list[Case] = []
+VIEWER: list[Case] = []
+SWEEPS: list[Case] = []
+
+CASES = [*MODELS, *CLONING, *RECORDS, *TABLES, *OVERRIDES, *FOREIGN, *NAMES, *SHOP, *ROOMS, *TALKS]
+CASES += [*URLS, *FLAGS, *VISUAL, *VIEWER, *SWEEPS]

@@ -1,0 +1,131 @@
+"""Faults while a run is at work: a disk that fills, signals that come twice, W&B that is not
+there, processes that die, an engine without memory."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from cases import SMALL, finished
+from conftest import ROOT, free_port, run_main
+from test_catalogue import lines_in, runs_in
+
+SCRIPT = "rloo_sokoban"
+FAULT = 60  # seconds: no process may hang longer
+
+
+# ------------ a full disk ------------
+
+
+@contextlib.contextmanager
+def files_end_at(size: int):
+    """No file may outgrow so many bytes: a disk that is full at this moment."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+
+def sizes() -> list[int]:
+    """Before, within and after every file that a run writes: each is met once by a full disk."""
+    run = finished(SCRIPT)
+    whole = {path.stat().st_size for path in run.rglob("*") if path.is_file()}
+    return sorted({size - less for size in whole for less in (1, size // 2)} | {0, 1, 100})
+
+
+@pytest.mark.parametrize("resume", [False, True], ids=["a new run", "one that goes on"])
+def test_a_disk_that_is_full_at_any_file(resume, tmp_path):
+    """One line, no traceback, and every number that was written can be read."""
+    tried = 0
+    for size in sizes():
+        home = tmp_path / str(size)
+        (home / "runs").mkdir(parents=True)
+        words = [*SMALL, "--iterations", "2", "--run-name", "base"]
+        if resume:
+            copy = ["cp", "-a", finished(SCRIPT), home / "runs" / "base"]
+            subprocess.run(copy, check=True)
+            words = [*SMALL, "--iterations", "3", "--resume", "runs/base"]
+        before = lines_in(home)
+        with files_end_at(size):
+            done = run_main(SCRIPT, *words, cwd=home, check=False)
+        if done.returncode == 0:
+            continue
+        tried += 1
+        said = done.stderr.strip()
+        assert len(said.splitlines()) == 1 and "the disk is full" in said, (size, said)
+        assert before <= lines_in(home), size
+        rows = home / "runs/base/metrics.jsonl"
+        kept = sorted(path.name for path in (home / "runs/base/checkpoints").glob("0*"))
+        if kept:
+            assert f"iteration {int(kept[-1])} is kept" in said and "--resume" in said
+        elif rows.exists():
+            assert "begin it again with --resume" in said and json.loads(rows.read_bytes())
+        else:
+            assert "nothing is kept; start again" in said and not runs_in(home), (size, said)
+    assert tried >= 10
+
+
+# ------------ signals ------------
+
+
+def start(command: list, home, **more) -> subprocess.Popen:
+    """A process whose words go to home/said."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | more
+    with (home / "said").open("w") as said:
+        return subprocess.Popen(command, cwd=home, stdout=said, stderr=said, env=environment)
+
+
+def wait_for(found, process, home, seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not found():
+        assert process.poll() is None and time.monotonic() < end, (home / "said").read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_shows_no_traceback(second, tmp_path):
+    """W&B's offline files take a moment to close: the next signals come meanwhile."""
+    words = [*SMALL, "--iterations", "9999", "--eval-every", "9999", "--run-name", "base", "--track"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / f"{SCRIPT}.py"), *words]
+    process = start(command, tmp_path, WANDB_MODE="offline")
+    wait_for((tmp_path / "runs/base/policy").exists, process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    while process.poll() is None and time.monotonic() < began + FAULT:
+        time.sleep(0.05)
+        process.send_signal(second)
+    assert process.wait(1) == 1
+    said = (tmp_path / "said").read_text()
+    assert "Traceback" not in said and "Error" not in said, said
+
+
+# ------------ W&B ------------
+
+
+@pytest.mark.parametrize(
+    "key", ["none", "short", pytest.param("a" * 40, marks=pytest.mark.slow)], ids=len
+)
+def test_tracking_without_wandb_goes_on_offline_and_says_so(key, tmp_path):
+    """No key, one that is none, and (slow) a server that does not answer: W&B's address here is a
+    port that nobody listens on."""
+    words = [*SMALL, "--iterations", "1", "--run-name", "base", "--track"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / f"{SCRIPT}.py"), *words]
+    settings = {"WANDB_BASE_URL": f"http://127.0.0.1:{free_port()}", "HOME": str(tmp_path)}
+    settings |= {"WANDB_MODE": "online", "WANDB_API_KEY": "" if key == "none" else key}
+    process = start(command, tmp_path, **settings)
+    began = time.monotonic()
+    wait_for(lambda: "warning: --track" in (tmp_path / "said").read_text(), process, tmp_path)
+    waited = time.monotonic() - began
+    assert process.wait(FAULT) == 0
+    said = (tmp_path / "said").read_text()
+    assert "WANDB_MODE=offline" in said and "Traceback" not in said and key * 2 not in said
+    assert waited < 15 + 10, waited  # of which importing torch and W&B takes some
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len((tmp_path / "runs/base/metrics.jsonl").read_text().splitlines()) == 2
