@@ -37,11 +37,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a draft beside the file, see it on the disk, and put it in the file's place."""
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
-    with open(draft, "xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with open(draft, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     sync(path.parent)
 
 

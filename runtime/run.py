@@ -439,6 +439,8 @@ def ends_cleanly(main):
     which batch-N.json is left: the trajectories and tensors that main had. Other errors pass. Of
     several processes the first one tells."""
 
+    own_process = main.__module__ == "__main__"
+
     @functools.wraps(main)
     def guarded():
         current.clear()
@@ -449,15 +451,22 @@ def ends_cleanly(main):
         except BaseException as error:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, leave)
-            stop(current[0] if current else None, error)
+            try:
+                stop(current[0] if current else None, error)
+            except SystemExit as end:
+                if own_process and isinstance(end.code, str):  # now: W&B may take its time to end
+                    sys.stderr.write(f"{end.code}\n")
+                    sys.exit(1)
+                raise
         finally:
             for run in current:
                 run.board.finish()
                 discard(run)
                 if run.lock is not None:
                     os.close(run.lock)
-            signal.signal(signal.SIGTERM, before)
-            signal.signal(signal.SIGINT, interrupted)
+            if not own_process:  # else it ends now, and a signal is quiet
+                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGINT, interrupted)
 
     return guarded
 

@@ -949,7 +949,8 @@ ppo_webshop --critic-learning-rate=inf --critic-lora-rank=0
 istar_webshop_ablations --granularity=token --step-reward=none --merge-rewards=1
 warm_start --noise=1.5 --noise=nan --target=2 --kv-heads=3 --heads=0 --vocabulary=10 --hidden=0
 warm_start --layers=1000000 --rotary-base=0 --rotary-base=nan --out=/dev/null/x --out=
-warm_start --batch-size=0 --environment=chess --observation-share=nan --learning-rate=inf --model=nowhere/at/all
+warm_start --batch-size=0 --environment=chess --observation-share=nan --learning-rate=inf
+warm_start --model=nowhere/at/all
 """
 FLAGS = []
 for words in map(str.split, VALUES.strip().splitlines()):
