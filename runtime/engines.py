@@ -12,10 +12,16 @@ import gc
 import os
 
 from runtime import processes
+from runtime.models import first_line
 from runtime.networks import assert_finite, is_adapted, plain, policy_weights
 
 import torch
 from tqdm import tqdm
+
+
+class EngineError(RuntimeError):
+    """vLLM does not start, or failed twice."""
+
 
 Sample = tuple[list[int], list[float]]  # sampled ids, and the log-probability of each
 
@@ -193,7 +199,7 @@ class VllmEngine:
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
         if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
             settings |= dict(distributed_executor_backend="external_launcher")
-        self.start, self.restarts = lambda: LLM(path, **settings), 0
+        self.engine, self.restarts = lambda: LLM(path, **settings), 0
         self.llm = self.start()
 
         limits = dict(
@@ -205,6 +211,13 @@ class VllmEngine:
         )
         self.sampling = lambda temperature: SamplingParams(temperature=temperature, **limits)
 
+    def start(self):
+        """A new engine; raises EngineError."""
+        try:
+            return self.engine()
+        except Exception as error:
+            raise EngineError(f"vLLM does not start ({first_line(error)})") from error
+
     def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
         if not contexts:
             return []
@@ -213,14 +226,17 @@ class VllmEngine:
             outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
         except Exception as error:  # a new engine takes its place once in a run
             if self.restarts or processes.count() > 1:  # several start together or not at all
-                raise
+                raise EngineError(f"the engine failed ({first_line(error)})") from error
             failed = f"the engine failed ({type(error).__name__}: {error})"
             tqdm.write(f"warning: {failed}; a new one takes its place")
             self.llm, self.restarts = None, 1
             gc.collect()
             self.llm = self.start()
             self.load(self.model)
-            outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
+            try:
+                outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
+            except Exception as again:
+                raise EngineError(f"the engine failed twice ({first_line(again)})") from again
 
         seen = [list(output.prompt_token_ids) for output in outputs]
         assert seen == contexts, "the engine saw other ids"

@@ -188,6 +188,10 @@ def check(args, env) -> str:
         if number > MOST_EPISODES:
             value = flags_of(args)[name]
             refuse(name, value, f"{number:,} episodes at once, {MOST_EPISODES:,} are the most")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if run_args.engine_memory > memory:
+        reason = f"this machine has {memory:.0f} GiB of memory"
+        refuse("engine_memory", run_args.engine_memory, reason)
     if args.max_action_tokens >= args.max_context_tokens:
         reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
         refuse("max_action_tokens", args.max_action_tokens, reason)

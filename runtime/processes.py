@@ -110,6 +110,13 @@ def wait() -> None:
     PartialState().wait_for_everyone()
 
 
+def lost_another(error: BaseException) -> bool:
+    """Whether an error says that one of several processes does not answer any more."""
+    if count() == 1 or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+
+
 # ------------ work: divided; what came of it: together ------------
 
 

@@ -35,7 +35,7 @@ from runtime.checkpoints import (
     save_checkpoint,
     told_when_full,
 )
-from runtime.engines import HfEngine, VllmEngine
+from runtime.engines import EngineError, HfEngine, VllmEngine
 from runtime.files import append, read_json, to_json, write_json
 from runtime.flags import check, flags_of, refuse, shown
 from runtime.models import (
@@ -55,6 +55,7 @@ ANSWERS_WITHIN = 4.0  # seconds: W&B asks its server twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep"
 ).split()
+NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
     "top_p": 1.0,
     "step_reward": "implicit",
@@ -124,7 +125,10 @@ class Run:
             kind = "vllm" if find_spec("vllm") else "hf"
         self.engine_kind = kind
         engines = {"vllm": VllmEngine, "hf": HfEngine}
-        self.engine = engines[kind](self.model_path, chat.stop_ids, args)
+        try:
+            self.engine = engines[kind](self.model_path, chat.stop_ids, args)
+        except EngineError as error:
+            refuse("engine", kind, f"{error}; --engine hf needs nothing more")
 
         if args.policy_lora_rank:
             model = add_adapter(model, "policy", args.policy_lora_rank)
@@ -492,6 +496,17 @@ def stop(run: Run | None, error: BaseException) -> None:
         advice = "a smaller --learning-rate, named in --override, may help"
         where = f"the batch is in {file}{how_to_go_on(path)}"
         sys.exit(f"\nstopped: {error}; {where} ({advice})")
+
+    if isinstance(error, EngineError):
+        other = "--engine hf needs nothing more"
+        sys.exit(f"\nstopped: {shown(error)}{how_to_go_on(path)}, or {other}")
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+        less = "a smaller --micro-batch-tokens or --engine-memory needs less"
+        sys.exit(f"\nstopped: out of memory{how_to_go_on(path)} ({less})")
+
+    if processes.lost_another(error):
+        sys.exit(f"\nstopped: another process of this run ended{how_to_go_on(path)}")
 
     with told_when_full(path):
         raise error
