@@ -133,3 +133,88 @@ def test_tracking_without_wandb_goes_on_offline_and_says_so(key, tmp_path):
     assert waited < 15 + 10, waited  # of which importing torch and W&B takes some
     assert list((tmp_path / "wandb").glob("offline-run-*"))
     assert len((tmp_path / "runs/base/metrics.jsonl").read_text().splitlines()) == 2
+
+
+# ------------ several processes ------------
+
+
+def ranks_of(launcher: subprocess.Popen) -> dict[int, int]:
+    """{rank: process} of torchrun's workers."""
+    found = {}
+    children = f"/proc/{launcher.pid}/task/{launcher.pid}/children"
+    for child in map(int, open(children).read().split()):
+        with contextlib.suppress(OSError):
+            words = open(f"/proc/{child}/environ").read().split("\0")
+            found |= {int(w.removeprefix("RANK=")): child for w in words if w.startswith("RANK=")}
+    return found
+
+
+LOST = [(1, signal.SIGKILL)]
+LOST += [
+    pytest.param(*fault, marks=pytest.mark.slow)
+    for fault in [(0, signal.SIGKILL), (0, signal.SIGTERM), (1, signal.SIGTERM)]
+]
+
+
+@pytest.mark.parametrize("rank, number", LOST)
+def test_a_process_of_two_that_ends_ends_the_run_in_a_line(rank, number, tmp_path):
+    """The other one says so in seconds; what torchrun says of it is torchrun's."""
+    words = [*SMALL, "--iterations", "9999", "--eval-every", "9999", "--run-name", "two"]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+    command += ["--nproc_per_node", "2", "--master_port", free_port(), ROOT / f"{SCRIPT}.py"]
+    command = [*map(str, command), *words, "--processes", "2"]
+    process = start(command, tmp_path, GLOO_SOCKET_IFNAME="lo")
+    wait_for((tmp_path / "runs/two/policy").exists, process, tmp_path)
+    os.kill(ranks_of(process)[rank], number)
+    assert process.wait(FAULT) != 0
+    said = (tmp_path / "said").read_text()
+    ours, _, _ = said.partition("torch/distributed/run.py")  # torchrun's own traceback begins so
+    assert "stopped: another process of this run ended: iteration" in said, said
+    assert "--resume runs/two" in said and f"{SCRIPT}.py" not in ours.split("stopped")[1]
+
+
+# ------------ vLLM ------------
+
+
+@pytest.mark.slow
+def test_an_engine_without_memory_or_with_a_model_it_cannot_compute(tmp_path):
+    """vLLM asks for more than is free; and it has no attention of this width."""
+    pytest.importorskip("vllm")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+    tiny = ROOT / "models" / "tiny-sokoban"
+    config = AutoModelForCausalLM.from_pretrained(tiny).config
+    config.head_dim = 16
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "narrow")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "narrow")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+    for words, told in {
+        ("--engine-memory", str(memory)): "--engine vllm: vLLM does not start",
+        ("--model", "narrow"): "stopped: the engine failed twice",
+    }.items():
+        command = [sys.executable, "-W", "ignore", str(ROOT / f"{SCRIPT}.py"), *SMALL, *words]
+        process = start([*command, "--engine", "vllm", "--iterations", "1"], tmp_path)
+        assert process.wait(2 * FAULT) == 1
+        said = (tmp_path / "said").read_text()
+        assert told in said.splitlines()[-1] and "Traceback" not in said, said
+        assert not runs_in(tmp_path)
+
+
+def test_memory_that_runs_out_ends_the_run_in_a_line(tmp_path, monkeypatch):
+    """As torch says it on a CPU, in the third iteration."""
+    from runtime import engines
+
+    generate, calls = engines.HfEngine.generate, []
+
+    def runs_out(self, *args):
+        calls.append(1)
+        if (tmp_path / "runs/base/checkpoints/000002").exists():
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] . can't allocate memory: 2 TB")
+        return generate(self, *args)
+
+    monkeypatch.setattr(engines.HfEngine, "generate", runs_out)
+    words = [*SMALL, "--iterations", "9", "--run-name", "base"]
+    done = run_main(SCRIPT, *words, cwd=tmp_path, check=False)
+    (said,) = done.stderr.strip().splitlines()
+    assert said.startswith("stopped: out of memory: iteration 2 is kept in runs/base")
+    assert "--micro-batch-tokens" in said and calls
