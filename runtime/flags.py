@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from runtime.models import ModelError, check_directory
+from runtime.models import ModelError, check_directory, read_object
 from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
 
 import tyro
@@ -203,14 +203,14 @@ def check(args, env) -> str:
 
 def refuse(name: str, value, reason: str) -> None:
     """Exit with one line that names the flag, what was given and why it cannot be."""
-    sys.exit(f"--{name.replace('_', '-')} {shown(value)}: {shown(reason)}")
+    sys.exit(f"--{name.replace('_', '-')} {shown(value)}: {shown(reason, 900)}")
 
 
-def shown(value) -> str:
+def shown(value, most: int = 300) -> str:
     """A value as one line can show it: nothing of it reaches the terminal as control."""
     text = str(value) or '""'
     text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def check_writable(flag: str, directory: str) -> None:
@@ -228,6 +228,7 @@ def check_model(args) -> str:
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
     trust = args.run_args.trust_remote_code
     check_files(Path(path), args.model)
+    check_ranks(args, Path(path))
     longest = positions_of(path, args.model, trust)
 
     if Path(path).is_dir():
@@ -250,6 +251,16 @@ def check_files(path: Path, model: str) -> None:
             refuse("model", model, str(error))
 
 
+def check_ranks(args, path: Path) -> None:
+    """Refuse an adapter that is wider than the model itself."""
+    if not (path / "config.json").is_file():
+        return
+    width = read_object(path / "config.json").get("hidden_size")
+    for name, rank in flags_of(args).items():
+        if name.endswith("lora_rank") and width and rank > width:
+            refuse(name, rank, f"--model {args.model} is {width} wide")
+
+
 def positions_of(path: str, model: str, trust: bool) -> int:
     """The longest sequence that the model was made for, from its configuration."""
     from transformers import AutoConfig
@@ -266,14 +277,6 @@ def positions_of(path: str, model: str, trust: bool) -> int:
 
 
 def check_safetensors(path: Path, model: str) -> None:
-    """Refuse a directory without readable safetensors."""
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+    """Refuse a directory without safetensors."""
+    if not any(path.glob("*.safetensors")):
         refuse("model", model, "no .safetensors file there, and pickles (.bin) are not read")
-    for file in files:
-        try:
-            safe_open(file, framework="pt").keys()
-        except (SafetensorError, OSError) as error:
-            refuse("model", model, f"{file.name} is no safetensors file ({error})")

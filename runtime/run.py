@@ -17,6 +17,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ import uuid
 from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from runtime import processes, report
 from runtime.checkpoints import (
@@ -51,7 +53,7 @@ from runtime.provenance import provenance
 import numpy as np
 import torch
 
-ANSWERS_WITHIN = 4.0  # seconds: W&B asks its server twice
+ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep"
 ).split()
@@ -414,6 +416,15 @@ def lock(path: Path) -> int:
     return file
 
 
+def knock(settings) -> None:
+    """Raise OSError where nobody is at W&B's address; its client would try for much longer."""
+    proxies = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    address = urlsplit(settings.base_url)
+    if settings.mode == "online" and not proxies:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname, port), ANSWERS_WITHIN).close()
+
+
 def open_board(path: Path, wandb_id: str, flags: dict):
     """The W&B run of --track. Where W&B does not answer within seconds, an offline one."""
     import wandb
@@ -421,11 +432,11 @@ def open_board(path: Path, wandb_id: str, flags: dict):
     options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
     wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60}
     try:
+        knock(wandb.setup().settings)
         return wandb.init(**options, settings=wandb.Settings(**wait))
     except Exception as error:  # network, key and service have no common class
-        reason = shown(
-            str(error).split("\n")[0].replace(os.environ.get("WANDB_API_KEY") or "\n", "...")
-        )
+        secret = os.environ.get("WANDB_API_KEY") or "\n"
+        reason = shown(str(error).split("\n")[0].replace(secret, "..."))
         way = "the run goes on as with WANDB_MODE=offline, and `wandb sync` sends it later"
         print(f"warning: --track: W&B cannot be had ({reason}); {way}", file=sys.stderr)
     wandb.teardown()  # its service holds the run half open

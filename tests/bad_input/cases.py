@@ -938,6 +938,8 @@ rloo_sokoban --policy-lora-rank=-1 --engine=tpu --dtype=float16 --ratio=none --t
 rloo_sokoban --micro-batch-tokens=0 --engine-memory=0 --group-size=10000000 --eval-samples=10000000
 rloo_sokoban --max-context-tokens=16 --max-action-tokens=99999 --eval-tasks=129 --no-seed --sed=1
 rloo_sokoban --tasks-per-iteration=10001 --processes=2 --top-p=0.9 --clip= --seed=one --seed=0x10
+rloo_sokoban --policy-lora-rank=65 --engine-memory=100000 --max-steps=99999999999
+istar_sokoban --prm-lora-rank=10000000 --max-action-tokens=1024 --override=clip --resume=x
 istar_sokoban --pair-margin=nan --pair-margin=-1 --alpha=inf --alpha=nan --alpha=-1 --beta=nan
 istar_sokoban --beta=-0.05 --step-std-floor=nan --step-std-floor=-1 --prm-drift-bound=nan
 istar_sokoban --prm-drift-bound=-1 --prm-weight-decay=nan --prm-weight-decay=-0.1 --prm-steps=0
