@@ -120,9 +120,7 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(
-        default_factory=lambda: [0]
-    )  # where its sequences begin, see --history
+    starts: list[int] = field(default_factory=lambda: [0])  # of its sequences, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
@@ -238,6 +236,7 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
             (loss * len(new) / num_ratios).backward()
             losses.append(loss.item() * len(new) / num_ratios)
             seen.append((len(new), stats))
+            policy.note(micro.tokens, logprobs.detach() - before)  # for the log alone
 
         sum_gradients(policy)
         grad_norm = to_float(clip_grad_norm_(policy.trained, args.max_grad_norm))
@@ -491,6 +490,8 @@ def main():
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
         columns = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
+        if not args.merge_rewards:  # merged rewards have one advantage for both
+            columns["episode_advantage"] = means[1] - args.alpha * means[0]
         run.save(trajectories, **columns, step_advantage=means[0], advantage=means[1])
 
 

@@ -3,6 +3,7 @@
     flags.py          RunArgs, the flags of a run; the command line; refusing what cannot work
     run.py            Run: directory, rows, clock, seeds, evaluation and saving; clean ends
     report.py         what episodes were like, the terminal's lines, curve.png
+    viewer.py         view.html, the run as a page; page/ has its frame, style and script
     checkpoints.py    checkpoints that are whole or absent, and taking them up again
     provenance.py     what a result has to name: command, versions, hardware, hashes
     files.py          JSON, JSON lines and files that are written whole

@@ -158,7 +158,7 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
             install(path / "trained.safetensors", tensors, network)
             network.skips = about["skipped"].get(network.name, 0)
     with told_when_full(run):
-        for name in ("episodes.jsonl", "metrics.jsonl"):
+        for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):
             rows = rows_of(run / name, iteration) if path else []
             if processes.rank() == 0:
                 replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))

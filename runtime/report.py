@@ -1,9 +1,11 @@
 """What episodes were like, the lines of the terminal, and curve.png."""
 
+import json
+from collections import Counter
 from pathlib import Path
 
-from runtime import processes
-from runtime.files import to_json
+from runtime import processes, viewer
+from runtime.files import EPISODE_VERSION, to_json
 from runtime.rounds import faults
 
 import torch
@@ -69,25 +71,72 @@ def mean(values: list) -> float:
 
 
 def episode_lines(row: dict, trajectories: list, columns: dict[str, torch.Tensor]) -> list[str]:
-    """A line of episodes.jsonl for each trajectory; its steps get their entry of every column
-    [S]."""
+    """A line of episodes.jsonl for each trajectory (docs/episodes.md); its steps get their entry of
+    every column [S]."""
     numbers = {name: iter(values.tolist()) for name, values in columns.items()}
     lines = []
     for t in trajectories:
         steps = []
         for step in t.steps:
             told = {"observation": step.observation, "action": step.action, "valid": step.valid}
-            own = {name: next(values) for name, values in numbers.items()}
-            steps.append(told | {"reward": step.game_reward} | own)
+            told |= {"reward": step.game_reward, "progress": step.progress}
+            told |= {"tokens": len(step.engine_logprobs), "logprob": sum(step.engine_logprobs)}
+            steps.append(told | {name: next(values) for name, values in numbers.items()})
         episode = {
+            "version": EPISODE_VERSION,
             "iteration": row["iteration"],
             "task": t.task,
             "outcome": t.outcome,
+            "success": t.success,
+            "score": t.score,
             "truncated": t.truncated,
             "steps": steps,
         }
         lines.append(to_json(episode))
     return lines
+
+
+def tables(**lines: list[str]) -> dict:
+    """{name: W&B's table of these lines of episodes.jsonl, a row per step}; none of no lines."""
+    import wandb
+
+    found = {}
+    for name, rows in lines.items():
+        data, seen = [], Counter()
+        for episode in map(json.loads, rows):
+            head = [episode["iteration"], episode["task"], seen[episode["task"]]]
+            seen[episode["task"]] += 1
+            end = [episode[key] for key in ("outcome", "success", "truncated")]
+            steps = enumerate(episode["steps"])
+            data += [[*head, *end, number, *step.values()] for number, step in steps]
+        if data:
+            columns = "iteration task episode outcome success truncated step".split()
+            found[name] = wandb.Table(columns=[*columns, *episode["steps"][0]], data=data)
+    return found
+
+
+def step_ratios(trajectories: list, policy, kind: str, clip: float) -> dict[str, torch.Tensor]:
+    """{ratio: rho of each step [S] as its minibatch saw it, clipped: the share of its ratios beyond
+    1 +- clip}, for --ratio kind; with a ratio per token their mean. NaN: left out of the update."""
+    token_step, number = [], 0
+    for t in trajectories:
+        token_step += [number + step for step in t.step_ids if step >= 0]
+        number += len(t.steps)
+
+    places = torch.tensor(token_step, dtype=torch.long)  # [K]
+    values = policy.log_ratios(len(places)).double()  # [K]
+    counts = torch.bincount(places, minlength=number)  # [S]
+    of_token = torch.arange(len(places)) if kind == "token" else places
+    ratios = values.new_zeros(len(places) if kind == "token" else number)
+    ratios = ratios.index_add(0, of_token, values)
+    if kind == "step-mean":
+        ratios = ratios / counts
+    ratios = ratios.exp()
+    clipped = torch.where(ratios.isnan(), ratios, ((ratios - 1).abs() > clip).double())
+    if kind == "token":
+        means = [ratios.new_zeros(number).index_add(0, places, x) for x in (ratios, clipped)]
+        ratios, clipped = (total / counts for total in means)
+    return {"ratio": ratios, "clipped": clipped}
 
 
 def show(row: dict) -> None:
@@ -138,3 +187,13 @@ def summary(run) -> None:
         if all(f"eval/{key}" in row for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
             print(f"{key}: {values}")
+
+
+def write_page(run) -> None:
+    """Write the run's page and say where it is. A page that cannot be written ends no run."""
+    if processes.rank():
+        return
+    try:
+        print(f"the run as a page: {viewer.write_page([run.path])}")
+    except OSError as error:
+        print(f"warning: {run.path}/view.html was not written ({error.strerror})")

@@ -4,6 +4,8 @@
     runs/NAME/args.json         the flags
     runs/NAME/metrics.jsonl     a row per iteration; iteration 0 is the evaluation before training
     runs/NAME/episodes.jsonl    a row per trajectory: each step's text, validity, rewards, advantage
+    runs/NAME/eval_episodes.jsonl    the same of the evaluation panel, without advantages
+    runs/NAME/view.html         the run as a page, at its end: viewer.py
     runs/NAME/curve.png         success and return, against iterations and minutes of training
     runs/NAME/checkpoints/      checkpoints.py
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite
@@ -71,6 +73,7 @@ class Run:
 
         self.path, self.board = open_run(self)
         self.rows, self.row, self.networks = [], {}, []
+        self.panel = []  # episodes of the evaluation, until they are saved
         current[:] = [self]
         torch.manual_seed(args.seed)
 
@@ -156,6 +159,7 @@ class Run:
             self.started = self.lapped = time.perf_counter()
             yield iteration
         report.summary(self)
+        report.write_page(self)
 
     def lap(self, name: str) -> None:
         """Log the seconds since the last lap, or since the iteration began, as time/name."""
@@ -172,6 +176,8 @@ class Run:
         """Log what episodes were like, in training ("train") or on the panel ("eval")."""
         env = self.eval_env if kind == "eval" else self.env
         self.row |= report.describe(trajectories, kind, env)
+        if kind == "eval":
+            self.panel = trajectories
         if kind == "train":
             sampled = sum(step >= 0 for t in trajectories for step in t.step_ids)
             trained = sum(len(t.token_ids) for t in trajectories)
@@ -190,17 +196,25 @@ class Run:
             elapsed = self.rows[-1]["time/elapsed"] + total
             self.row |= {"time/total": total, "time/elapsed": elapsed}
             self.row["engine/restarts"] = self.engine.restarts
+        if trajectories and self.networks:
+            clip, kind = self.args.clip, self.args.ratio
+            columns |= report.step_ratios(trajectories, self.networks[0], kind, clip)
         self.rows.append(self.row)
         if processes.rank() == 0:
-            append(
-                self.path / "episodes.jsonl", report.episode_lines(self.row, trajectories, columns)
-            )
+            episodes = report.episode_lines(self.row, trajectories, columns)
+            panel = report.episode_lines(self.row, self.panel, {})
+            append(self.path / "episodes.jsonl", episodes)
+            append(self.path / "eval_episodes.jsonl", panel)
             append(self.path / "metrics.jsonl", [to_json(self.row)])
-            self.board.log(self.row, step=self.row["iteration"])
+            tables = {}
+            if not isinstance(self.board, NoBoard):
+                tables = report.tables(episodes=episodes, eval_episodes=panel)
+            self.board.log(self.row | tables, step=self.row["iteration"])
             report.show(self.row)
             report.draw_curve(self.rows, self.path)
         if self.iteration:
             save_checkpoint(self.path, self.rows, self.networks, self.tokenizer, self.args)
+        self.panel = []
 
 
 class NoBoard:
