@@ -463,12 +463,13 @@ def main():
         penalty = invalid, args.invalid_penalty
         if args.merge_rewards:
             advantages = merged_advantages(batch, rewards, args.alpha, *penalty)  # [S]
+            episode_adv = torch.full_like(advantages, float("nan"))  # one advantage for both
         else:
             episode_adv = episode_advantages(credited, *penalty)  # [U]
             advantages = episode_adv + args.alpha * step_adv  # [U]
 
         # The log has numbers of steps [S]: sums of its tokens' rewards, means of their advantages.
-        sums, means = (rewards, log_phi, log_old), (step_adv, advantages)
+        sums, means = (rewards, log_phi, log_old), (step_adv, episode_adv, advantages)
         if args.granularity == "token":
             sums = [sum_per_step(x, batch) for x in sums]
             counts = torch.bincount(batch.token_step)  # [S]
@@ -490,9 +491,8 @@ def main():
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
         columns = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
-        if not args.merge_rewards:  # merged rewards have one advantage for both
-            columns["episode_advantage"] = means[1] - args.alpha * means[0]
-        run.save(trajectories, **columns, step_advantage=means[0], advantage=means[1])
+        columns |= dict(step_advantage=means[0], episode_advantage=means[1])
+        run.save(trajectories, **columns, advantage=means[2])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The flags of a run, reading the command line, and refusing what cannot work."""
 
+import ast
 import math
 import os
 import sys
@@ -54,7 +55,7 @@ class RunArgs:
     trust_remote_code: bool = False
     """Run the program that comes with --model; without this flag such a model is refused."""
     track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    """Log to Weights & Biases too (WANDB_MODE=offline works), as a sweep's agent always does."""
 
 
 # ------------ the command line ------------
@@ -64,32 +65,40 @@ def parse(args_class: type[T], description: str) -> T:
     """The script's flags from the command line.
 
     Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
-    --flag=False; any other value of it is refused with the flag's name."""
-    argv = [as_switch(word, booleans_of(args_class)) for word in sys.argv[1:]]
+    --flag=False, and so may a list, --flag=['a', 'b']; any other value is refused with the flag's
+    name."""
+    kinds = kinds_of(args_class)
+    argv = [part for word in sys.argv[1:] for part in as_words(word, kinds)]
     return tyro.cli(args_class, args=argv, description=description)
 
 
-def booleans_of(args_class) -> set[str]:
-    """The names of its boolean flags, also of nested dataclasses, with underscores."""
-    names = set()
+def kinds_of(args_class) -> dict[str, type]:
+    """{name: bool, tuple or whatever it is} of its flags, also of nested dataclasses."""
+    kinds = {}
     for each in fields(args_class):
-        nested = getattr(each.type, "__origin__", each.type)
-        if is_dataclass(nested):
-            names |= booleans_of(nested)
-        elif each.type is bool:
-            names.add(each.name)
-    return names
+        origin = getattr(each.type, "__origin__", each.type)
+        kinds |= kinds_of(origin) if is_dataclass(origin) else {each.name: origin}
+    return kinds
 
 
-def as_switch(word: str, booleans: set[str]) -> str:
-    """--flag=True as --flag, --flag=False as --no-flag; other words as they are."""
+def as_words(word: str, kinds: dict[str, type]) -> list[str]:
+    """--flag=True as --flag, --flag=False as --no-flag, --flag=['a', 'b'] as --flag a b; another
+    word as it is."""
     name, equals, value = word.partition("=")
     name = name.removeprefix("--").replace("_", "-")
-    if not word.startswith("--") or not equals or name.replace("-", "_") not in booleans:
-        return word
-    if value.lower() not in ("true", "false"):
-        sys.exit(f"--{name} {value}: True or False")
-    return f"--{name}" if value.lower() == "true" else f"--no-{name}"
+    kind = kinds.get(name.replace("-", "_")) if word.startswith("--") and equals else None
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            sys.exit(f"--{name} {value}: True or False")
+        return [f"--{name}" if value.lower() == "true" else f"--no-{name}"]
+
+    if kind is tuple and value.startswith("["):
+        try:
+            values = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            sys.exit(f"--{name} {value}: no list, as in ['a', 'b']")
+        return [f"--{name}", *map(str, values)]
+    return [word]
 
 
 def flags_of(args) -> dict:

@@ -277,7 +277,7 @@ def first_opens(run: Run) -> tuple[Path, object]:
     with told_when_full(path):
         write_json(path / "run.json", {"starts": starts})
         write_json(path / "args.json", flags_of(args))
-    if not run_args.track:
+    if not run_args.track and "WANDB_SWEEP_ID" not in os.environ:
         return path, NoBoard()
 
     import wandb
