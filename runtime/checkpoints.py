@@ -21,10 +21,10 @@ from pathlib import Path
 from runtime import processes
 from runtime.files import hash_file, read_json, replace_file, rows_of, sync, to_json, write_json
 from runtime.networks import Network, assert_finite, plain, policy_weights
+from runtime.terminal import say, warn
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
 FORMAT = 1  # of a checkpoint
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
@@ -147,7 +147,7 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
         processes.wait()
     if (run / "checkpoints" / "draft").exists():
         unfinished = "a checkpoint that was being written when the run stopped; left out"
-        tqdm.write(f"{run}/checkpoints/draft: {unfinished}")
+        say(f"{run}/checkpoints/draft: {unfinished}")
         shutil.rmtree(run / "checkpoints" / "draft")
 
     path, about, tensors = last_whole(run)
@@ -180,7 +180,7 @@ def last_whole(run: Path) -> tuple[Path | None, dict, dict]:
         except DamagedError as error:
             reason = reason or error
             aside = f"{path.name} is set aside and the checkpoint before it taken"
-            tqdm.write(f"warning: {error}; {aside}")
+            warn(f"{error}; {aside}")
             damaged.append(path)
             continue
         for each in damaged:

@@ -54,6 +54,8 @@ class RunArgs:
     """Processes that the launcher has started (docs/many-gpus.md); another number is refused."""
     trust_remote_code: bool = False
     """Run the program that comes with --model; without this flag such a model is refused."""
+    quiet: bool = False
+    """Print warnings and errors alone."""
     track: bool = False
     """Log to Weights & Biases too (WANDB_MODE=offline works), as a sweep's agent always does."""
 

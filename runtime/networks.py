@@ -3,10 +3,10 @@
 import math
 
 from runtime import processes
+from runtime.terminal import warn
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 SKIPS = 3  # so many updates in a row that are not finite end a run
 
@@ -115,7 +115,7 @@ class Network:
         self.skips += 1
         self.skipped += 1
         numbers = f"loss {loss:.3g}, gradient norm {grad_norm:.3g}"
-        tqdm.write(f"warning: {numbers}: this update is skipped")
+        warn(f"{numbers}: this update is skipped")
         if self.skips >= SKIPS:
             raise FloatingPointError(f"loss or gradient was not finite in {SKIPS} updates in a row")
         return False

@@ -7,9 +7,9 @@ from pathlib import Path
 from runtime import processes, viewer
 from runtime.files import EPISODE_VERSION, to_json
 from runtime.rounds import faults
+from runtime.terminal import say, warn
 
 import torch
-from tqdm import tqdm
 
 TERMINAL = (
     "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/drift".split()
@@ -21,17 +21,17 @@ def announce(run) -> None:
     args = run.args
     size = sum(p.numel() for p in run.policy_model.parameters()) / 1e6
     model = f"{size:.2f} M parameters, engine {run.engine_kind}, {run.policy_model.device}"
-    print(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
+    say(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
     if processes.count() > 1:
         how = "sharded (FSDP)" if processes.sharded() else "a copy in each"
         parts = "each has an engine and a share of the tasks"
-        print(f"{processes.count()} processes, the policy {how}: {parts}")
+        say(f"{processes.count()} processes, the policy {how}: {parts}")
 
     episodes = args.tasks_per_iteration * args.group_size
     sampled = episodes * args.max_steps * args.max_action_tokens
     scored = episodes * args.max_context_tokens
     most = f"at most {sampled:,} tokens sampled, {scored:,} in the trainer"
-    print(f"an iteration: {episodes} episodes, {most}", flush=True)
+    say(f"an iteration: {episodes} episodes, {most}")
 
 
 def describe(trajectories: list, kind: str, env=None) -> dict:
@@ -139,11 +139,18 @@ def step_ratios(trajectories: list, policy, kind: str, clip: float) -> dict[str,
     return {"ratio": ratios, "clipped": clipped}
 
 
-def show(row: dict) -> None:
-    """The terminal's line of an iteration."""
+def show(row: dict, left: float | None) -> None:
+    """The terminal's line of an iteration; left: the seconds that the others will take."""
     numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL if row.get(key) is not None]
     head = f"iteration {row['iteration']:4}  {row['time/elapsed']:6.0f} s"
-    tqdm.write("  ".join([head, *numbers]))
+    say("  ".join([head, f"{'' if left is None else f'{duration(left)} left':>11}", *numbers]))
+
+
+def duration(seconds: float) -> str:
+    """In seconds, minutes or hours, two or three digits."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def draw_curve(rows: list[dict], run: Path) -> None:
@@ -175,18 +182,18 @@ def summary(run) -> None:
     world's own measures (SOTOPIA's goal and dimensions)."""
     run_args, env = run.args.run_args, run.eval_env
     panel = f"{run_args.eval_tasks} tasks x {run_args.eval_samples} samples"
-    print(f"{env.name}, {panel} at temperature {run_args.eval_temperature}")
-    print("iterations   minutes   success (standard error)   score")
+    say(f"{env.name}, {panel} at temperature {run_args.eval_temperature}")
+    say("iterations   minutes   success (standard error)   score")
     evaluated = [row for row in run.rows if "eval/success" in row]
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
         success = f"{row['eval/success']:.3f} ({row['eval/success_error']:.3f})"
         when = f"{row['iteration']:10} {row['time/elapsed'] / 60:9.1f}"
-        print(f"{when}   {success:24}   {row['eval/score']:.3f}")
+        say(f"{when}   {success:24}   {row['eval/score']:.3f}")
     for key in getattr(env, "measures", ()):
         if all(f"eval/{key}" in row for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
-            print(f"{key}: {values}")
+            say(f"{key}: {values}")
 
 
 def write_page(run) -> None:
@@ -194,6 +201,6 @@ def write_page(run) -> None:
     if processes.rank():
         return
     try:
-        print(f"the run as a page: {viewer.write_page([run.path])}")
+        say(f"the run as a page: {viewer.write_page([run.path])}")
     except OSError as error:
-        print(f"warning: {run.path}/view.html was not written ({error.strerror})")
+        warn(f"{run.path}/view.html was not written ({error.strerror})")

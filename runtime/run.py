@@ -26,7 +26,7 @@ from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from runtime import processes, report
+from runtime import processes, report, terminal
 from runtime.chat import Chat
 from runtime.checkpoints import (
     how_to_go_on,
@@ -45,7 +45,8 @@ import numpy as np
 import torch
 
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
-    "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep"
+    "iterations resume override run_name runs_dir track quiet "
+    "engine_memory save_every eval_every keep"
 ).split()
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
     "top_p": 1.0,
@@ -66,6 +67,7 @@ class Run:
         self.args, self.env = args, env
         self.model_path = check(args, env)
         self.device = processes.start(args)
+        terminal.begin(args.run_args.quiet)
         self.script = Path(sys.argv[0]).stem
         self.eval_env = getattr(env, "eval_env", env)
         panel = self.eval_env.eval_tasks[: args.run_args.eval_tasks]
@@ -74,6 +76,7 @@ class Run:
         self.path, self.board = open_run(self)
         self.rows, self.row, self.networks = [], {}, []
         self.panel = []  # episodes of the evaluation, until they are saved
+        self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
         torch.manual_seed(args.seed)
 
@@ -150,6 +153,7 @@ class Run:
         What an iteration draws depends on (seed, iteration) alone, and on nothing before it."""
         args = self.args
         last = 0 if args.run_args.eval_only else args.iterations
+        self.begun = time.perf_counter(), self.iteration
         for iteration in range(self.iteration + 1, last + 1):
             number = args.seed + 1_000_003 * iteration
             random.seed(f"{args.seed} {iteration}")
@@ -160,6 +164,15 @@ class Run:
             yield iteration
         report.summary(self)
         report.write_page(self)
+
+    def seconds_left(self) -> float | None:
+        """What the iterations that are left will take, from those of this start; None before any,
+        and where none are left."""
+        begun, first = self.begun
+        done = self.iteration - first
+        if not done or self.iteration >= self.args.iterations:
+            return None
+        return (time.perf_counter() - begun) / done * (self.args.iterations - self.iteration)
 
     def lap(self, name: str) -> None:
         """Log the seconds since the last lap, or since the iteration began, as time/name."""
@@ -210,7 +223,7 @@ class Run:
             if not isinstance(self.board, NoBoard):
                 tables = report.tables(episodes=episodes, eval_episodes=panel)
             self.board.log(self.row | tables, step=self.row["iteration"])
-            report.show(self.row)
+            report.show(self.row, self.seconds_left())
             report.draw_curve(self.rows, self.path)
         if self.iteration:
             save_checkpoint(self.path, self.rows, self.networks, self.tokenizer, self.args)
@@ -254,7 +267,7 @@ def first_opens(run: Run) -> tuple[Path, object]:
         found = "nothing to go on with, a new run"
         if run_args.resume:
             found = f"goes on with {run_args.resume}"
-        print(f"--resume auto: {found}")
+        terminal.say(f"--resume auto: {found}")
 
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(run_args.resume or Path(run_args.runs_dir, name))
@@ -283,9 +296,9 @@ def first_opens(run: Run) -> tuple[Path, object]:
     import wandb
 
     config = flags_of(args)
-    return path, wandb.init(
-        project="istar", name=path.name, id=wandb_id, resume="allow", config=config
-    )
+    names = dict(project="istar", name=path.name, id=wandb_id)
+    silent = wandb.Settings(silent=run_args.quiet)
+    return path, wandb.init(resume="allow", config=config, settings=silent, **names)
 
 
 def find_run(args, script: str) -> Path | None:
