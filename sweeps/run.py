@@ -191,6 +191,8 @@ class Runner:
     def __init__(self, sweep: dict, out: Path, jobs: int):
         self.sweep, self.out = sweep, out
         kept = read_lines(out / "results.jsonl")
+        whole = "".join(f"{to_json(entry)}\n" for entry in kept)
+        replace_file(out / "results.jsonl", whole)  # without a line that a kill tore
         self.results = {entry["name"]: entry for entry in kept if "name" in entry}
         self.asked = [entry["asked"] for entry in kept if "asked" in entry]  # rows of bayes
         self.names: set[str] = set()  # of the runs of this start, finished before or now
@@ -314,8 +316,8 @@ def read_lines(path: Path) -> list[dict]:
 
 def last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
-    words = [line.strip() for line in lines if line.strip()]
-    return words[-1][:200] if words else "it printed nothing"
+    words = [line.strip() for line in lines if line.strip()] or ["it printed nothing"]
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", words[-1])[:200]
 
 
 def run_rows(runner: Runner, rows: list[dict], args) -> None:

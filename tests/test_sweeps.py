@@ -284,7 +284,10 @@ def test_killed_and_started_again_it_repeats_no_finished_run(sweep):
     for name, one in starts.items():
         assert len(one) == 1 + (name in begun and name not in finished)
         assert all(start["flags"]["resume"] == "auto" for start in one)  # it goes on, not anew
+    with (file.with_suffix("") / "results.jsonl").open("a") as results:
+        results.write('{"name": "torn')
     again = execute(file, "--seeds", 1, 2)
+    assert len(results_of(file)) == 6
     assert starts_of(file) == starts and "of 0" not in again.stdout
 
 

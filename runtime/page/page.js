@@ -382,7 +382,7 @@ function drawFilters() {
     field("outcome", "Outcome", choices("outcome", [["any", "any"], ["solved", "success"],
       ["failed", "no success"], ["mixed", "groups with both"]])),
     el("label", { class: "wide" }, "Order", choices("sort", sorts)),
-    check("invalid", "with invalid steps"), check("truncated", "truncated"));
+    check("invalid", "invalid steps"), check("truncated", "truncated"));
   for (const name of ["kind", "iteration", "task", "outcome", "sort", "invalid", "truncated"]) {
     const control = $(`filter-${name}`);
     control.addEventListener("input", () => {
@@ -1007,7 +1007,8 @@ async function begin() {
     drawGroups();
   };
   if (!linked && rowsListed.length) {
-    const { run, kind, iteration, task, kept } = rowsListed[0];
+    const mixed = rowsListed.find((row) => spread(row) > 0); // others have no credit to look at
+    const { run, kind, iteration, task, kept } = mixed || rowsListed[0];
     const worth = (e) => 1000 * e.success + e.steps; // the longest that was solved
     const first = kept[0].reduce((a, b) => (worth(b) > worth(a) ? b : a));
     state.open = { run, kind, iteration, task, episode: first.number, step: null };
