@@ -114,9 +114,7 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(
-        default_factory=lambda: [0]
-    )  # where its sequences begin, see --history
+    starts: list[int] = field(default_factory=lambda: [0])  # of its sequences, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
@@ -232,6 +230,7 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
             (loss * len(new) / num_ratios).backward()
             losses.append(loss.item() * len(new) / num_ratios)
             seen.append((len(new), stats))
+            policy.note(micro.tokens, logprobs.detach() - before)  # for the log alone
 
         sum_gradients(policy)
         grad_norm = to_float(clip_grad_norm_(policy.trained, args.max_grad_norm))
@@ -483,7 +482,7 @@ def main():
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
         columns = dict(implicit_reward=rewards, step_advantage=step_adv, advantage=advantages)
-        run.save(trajectories, **columns)
+        run.save(trajectories, **columns, episode_advantage=episode_adv)
 
 
 if __name__ == "__main__":

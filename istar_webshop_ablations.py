@@ -121,9 +121,7 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(
-        default_factory=lambda: [0]
-    )  # where its sequences begin, see --history
+    starts: list[int] = field(default_factory=lambda: [0])  # of its sequences, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
@@ -239,6 +237,7 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
             (loss * len(new) / num_ratios).backward()
             losses.append(loss.item() * len(new) / num_ratios)
             seen.append((len(new), stats))
+            policy.note(micro.tokens, logprobs.detach() - before)  # for the log alone
 
         sum_gradients(policy)
         grad_norm = to_float(clip_grad_norm_(policy.trained, args.max_grad_norm))
@@ -465,12 +464,13 @@ def main():
         penalty = invalid, args.invalid_penalty
         if args.merge_rewards:
             advantages = merged_advantages(batch, rewards, args.alpha, *penalty)  # [S]
+            episode_adv = torch.full_like(advantages, float("nan"))  # one advantage for both
         else:
             episode_adv = episode_advantages(credited, *penalty)  # [U]
             advantages = episode_adv + args.alpha * step_adv  # [U]
 
         # The log has numbers of steps [S]: sums of its tokens' rewards, means of their advantages.
-        sums, means = (rewards, log_phi, log_old), (step_adv, advantages)
+        sums, means = (rewards, log_phi, log_old), (step_adv, episode_adv, advantages)
         if args.granularity == "token":
             sums = [sum_per_step(x, batch) for x in sums]
             counts = torch.bincount(batch.token_step)  # [S]
@@ -492,7 +492,8 @@ def main():
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
         columns = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
-        run.save(trajectories, **columns, step_advantage=means[0], advantage=means[1])
+        columns |= dict(step_advantage=means[0], episode_advantage=means[1])
+        run.save(trajectories, **columns, advantage=means[2])
 
 
 if __name__ == "__main__":

@@ -139,9 +139,7 @@ class Trajectory:
     step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
     outcome: float = 0.0  # r_o
     steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(
-        default_factory=lambda: [0]
-    )  # where its sequences begin, see --history
+    starts: list[int] = field(default_factory=lambda: [0])  # of its sequences, see --history
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens

@@ -4,6 +4,8 @@
     ranges.py         what a flag's value may be, declared beside the flag
     run.py            Run: directory, rows, clock, seeds, evaluation and saving; clean ends
     report.py         what episodes were like, the terminal's lines, curve.png
+    terminal.py       lines that stay, and text that cannot move the cursor
+    viewer.py         view.html, the run as a page; page/ has its frame, style and script
     checkpoints.py    checkpoints that are whole or absent, and taking them up again
     provenance.py     what a result has to name: command, versions, hardware, hashes
     files.py          JSON, JSON lines and files that are written whole
@@ -26,3 +28,4 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # The engine lives in this process, where it can take the policy's weights.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM tells of its memory policy there

@@ -31,10 +31,10 @@ from runtime.files import (
     write_json,
 )
 from runtime.networks import Network, assert_finite, plain, policy_weights
+from runtime.terminal import say, warn
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tqdm import tqdm
 
 FORMAT = 1  # of a checkpoint
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
@@ -173,7 +173,7 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
         processes.wait()
     if (run / "checkpoints" / "draft").exists():
         unfinished = "a checkpoint that was being written when the run stopped; left out"
-        tqdm.write(f"{run}/checkpoints/draft: {unfinished}")
+        say(f"{run}/checkpoints/draft: {unfinished}")
         shutil.rmtree(run / "checkpoints" / "draft")
 
     path, about, tensors = last_whole(run)
@@ -184,7 +184,7 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
             install(path / "trained.safetensors", tensors, network)
             network.skips = about["skipped"].get(network.name, 0)
     with told_when_full(run):
-        for name in ("episodes.jsonl", "metrics.jsonl"):
+        for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):
             rows, unreadable = read_rows(run / name)
             if processes.rank() == 0:
                 keep_damaged(run / name, rows, unreadable, path)
@@ -217,7 +217,7 @@ def keep_damaged(table: Path, rows: list[dict], unreadable: int, checkpoint: Pat
     if table.name == "metrics.jsonl" and lost:
         said.append(f"iterations without a row: {', '.join(map(str, sorted(lost)))}")
     if said:
-        tqdm.write(f"warning: {table}: {'; '.join(said)}")
+        warn(f"{table}: {'; '.join(said)}")
 
 
 def last_whole(run: Path) -> tuple[Path | None, dict, dict]:
@@ -230,7 +230,7 @@ def last_whole(run: Path) -> tuple[Path | None, dict, dict]:
         except DamagedError as error:
             reason = reason or error
             aside = f"{path.name} is set aside and the checkpoint before it taken"
-            tqdm.write(f"warning: {error}; {aside}")
+            warn(f"{error}; {aside}")
             damaged.append(path)
             continue
         for each in damaged:

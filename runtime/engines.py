@@ -9,14 +9,16 @@ Contexts and samples are lists of token ids; nothing is tokenised here.
 """
 
 import gc
+import logging
 import os
+import warnings
 
 from runtime import processes
 from runtime.models import first_line
 from runtime.networks import assert_finite, is_adapted, plain, policy_weights
+from runtime.terminal import warn
 
 import torch
-from tqdm import tqdm
 
 
 class EngineError(RuntimeError):
@@ -179,6 +181,8 @@ class VllmEngine:
 
     def __init__(self, path: str, stop_ids: list[int], args):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(args.run_args.engine_memory))
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it reads its own level
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # about torch
         from vllm import LLM, SamplingParams
 
         self.cuda = torch.cuda.is_available()
@@ -190,6 +194,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             load_format="safetensors",
+            use_tqdm_on_load=False,
             trust_remote_code=args.run_args.trust_remote_code,
         )
         if self.cuda:
@@ -228,7 +233,7 @@ class VllmEngine:
             if self.restarts or processes.count() > 1:  # several start together or not at all
                 raise EngineError(f"the engine failed ({first_line(error)})") from error
             failed = f"the engine failed ({type(error).__name__}: {error})"
-            tqdm.write(f"warning: {failed}; a new one takes its place")
+            warn(f"{failed}; a new one takes its place")
             self.llm, self.restarts = None, 1
             gc.collect()
             self.llm = self.start()

@@ -8,6 +8,8 @@ import shutil
 from itertools import count
 from pathlib import Path
 
+EPISODE_VERSION = 2  # of a row of episodes.jsonl; 1 had no version, and fewer numbers of a step
+
 
 def finite(value):
     """The value as JSON can say it: what is not a finite number becomes None."""

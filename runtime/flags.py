@@ -1,5 +1,6 @@
 """The flags of a run, reading the command line, and refusing what cannot work."""
 
+import ast
 import math
 import os
 import sys
@@ -57,8 +58,10 @@ class RunArgs:
     """Processes that the launcher has started (docs/many-gpus.md); another number is refused."""
     trust_remote_code: bool = False
     """Run the program that comes with --model; without this flag such a model is refused."""
+    quiet: bool = False
+    """Print warnings and errors alone."""
     track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    """Log to Weights & Biases too (WANDB_MODE=offline works), as a sweep's agent always does."""
 
 
 # ------------ the command line ------------
@@ -69,9 +72,9 @@ def parse(args_class: type[T], description: str) -> T:
     value is not what its type says (runtime/ranges.py).
 
     Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
-    --flag=False."""
+    --flag=False, and a list as --flag=['a', 'b']."""
     kinds = kinds_of(args_class)
-    argv = [as_switch(word, kinds) for word in sys.argv[1:]]
+    argv = [part for word in sys.argv[1:] for part in as_words(word, kinds)]
     if not {"-h", "--help"} & {*argv}:
         check_words(argv, kinds)
     return tyro.cli(args_class, args=argv, description=description)
@@ -90,16 +93,27 @@ def kinds_of(args_class) -> dict[str, tuple[Any, Any]]:
     return kinds
 
 
-def as_switch(word: str, kinds: dict) -> str:
-    """--flag=True as --flag, --flag=False as --no-flag; other words as they are."""
+def as_words(word: str, kinds: dict) -> list[str]:
+    """--flag=True as --flag, --flag=False as --no-flag, --flag=['a', 'b'] as --flag a b; another
+    word as it is."""
     name, equals, value = word.partition("=")
     name = name.removeprefix("--").replace("-", "_")
-    if not word.startswith("--") or not equals or kinds.get(name, [None])[0] is not bool:
-        return word
-    if value.lower() not in ("true", "false"):
-        refuse(name, value, "True or False")
-    flag = name.replace("_", "-")
-    return f"--{flag}" if value.lower() == "true" else f"--no-{flag}"
+    if not word.startswith("--") or not equals or name not in kinds:
+        return [word]
+
+    flag, kind = name.replace("_", "-"), kinds[name][0]
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            refuse(name, value, "True or False")
+        return [f"--{flag}" if value.lower() == "true" else f"--no-{flag}"]
+
+    if get_origin(kind) is tuple and value.startswith("["):
+        try:
+            values = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            refuse(name, value, "no list, as in ['a', 'b']")
+        return [f"--{flag}", *map(str, values)]
+    return [word]
 
 
 def check_words(argv: list[str], kinds: dict) -> None:

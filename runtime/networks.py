@@ -3,10 +3,10 @@
 import math
 
 from runtime import processes
+from runtime.terminal import warn
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 SKIPS = 3  # so many updates in a row that are not finite end a run
 
@@ -51,6 +51,7 @@ class Network:
         self.skips = 0  # updates in a row that were not finite
         self.norms: list[float] = []  # of the gradients of steps taken, since optimizer_stats()
         self.skipped = 0  # updates that were not finite, since optimizer_stats()
+        self.noted: list[tuple] = []  # (tokens, log ratios) of micro-batches, since log_ratios()
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -114,7 +115,7 @@ class Network:
         self.skips += 1
         self.skipped += 1
         numbers = f"loss {loss:.3g}, gradient norm {grad_norm:.3g}"
-        tqdm.write(f"warning: {numbers}: this update is skipped")
+        warn(f"{numbers}: this update is skipped")
         if self.skips >= SKIPS:
             raise FloatingPointError(f"loss or gradient was not finite in {SKIPS} updates in a row")
         return False
@@ -125,6 +126,20 @@ class Network:
         stats = {"grad_norm": sum(self.norms) / max(len(self.norms), 1), "skipped": self.skipped}
         self.norms, self.skipped = [], 0
         return stats
+
+    def note(self, tokens: torch.Tensor, log_ratios: torch.Tensor) -> None:
+        """Keep log pi_theta - log pi_old, [k], of the action tokens at these places [k] among the
+        batch's K, as an update saw them."""
+        self.noted.append((tokens, log_ratios.cpu()))
+
+    def log_ratios(self, number: int) -> torch.Tensor:
+        """What was noted since this was asked last, by all processes: [K] for number = K; NaN for
+        tokens of which no update saw the ratio."""
+        values = torch.full((number,), math.nan)
+        for tokens, log_ratios in processes.gather(self.noted):
+            values[tokens] = log_ratios
+        self.noted = []
+        return values
 
 
 def action_logprobs(network: Network, micro, args) -> torch.Tensor:

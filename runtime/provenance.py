@@ -41,6 +41,7 @@ def provenance(args, model: str, env, eval_env) -> dict:
     }
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "world": env.name,
         "command": shlex.join([sys.executable, *sys.argv]),
         "seed": args.seed,
         "versions": {"python": platform.python_version(), **installed()},

@@ -1,14 +1,16 @@
 """What episodes were like, the lines of the terminal, and curve.png."""
 
 import io
+import json
+from collections import Counter
 from pathlib import Path
 
-from runtime import processes
-from runtime.files import replace_file, to_json
+from runtime import processes, viewer
+from runtime.files import EPISODE_VERSION, replace_file, to_json
 from runtime.rounds import faults
+from runtime.terminal import say, warn
 
 import torch
-from tqdm import tqdm
 
 TERMINAL = (
     "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/drift".split()
@@ -20,17 +22,17 @@ def announce(run) -> None:
     args = run.args
     size = sum(p.numel() for p in run.policy_model.parameters()) / 1e6
     model = f"{size:.2f} M parameters, engine {run.engine_kind}, {run.policy_model.device}"
-    print(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
+    say(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
     if processes.count() > 1:
         how = "sharded (FSDP)" if processes.sharded() else "a copy in each"
         parts = "each has an engine and a share of the tasks"
-        print(f"{processes.count()} processes, the policy {how}: {parts}")
+        say(f"{processes.count()} processes, the policy {how}: {parts}")
 
     episodes = args.tasks_per_iteration * args.group_size
     sampled = episodes * args.max_steps * args.max_action_tokens
     scored = episodes * args.max_context_tokens
     most = f"at most {sampled:,} tokens sampled, {scored:,} in the trainer"
-    print(f"an iteration: {episodes} episodes, {most}", flush=True)
+    say(f"an iteration: {episodes} episodes, {most}")
 
 
 def describe(trajectories: list, kind: str, env=None) -> dict:
@@ -70,20 +72,24 @@ def mean(values: list) -> float:
 
 
 def episode_lines(row: dict, trajectories: list, columns: dict[str, torch.Tensor]) -> list[str]:
-    """A line of episodes.jsonl for each trajectory; its steps get their entry of every column
-    [S]."""
+    """A line of episodes.jsonl for each trajectory (docs/episodes.md); its steps get their entry of
+    every column [S]."""
     numbers = {name: iter(values.tolist()) for name, values in columns.items()}
     lines = []
     for t in trajectories:
         steps = []
         for step in t.steps:
             told = {"observation": step.observation, "action": step.action, "valid": step.valid}
-            own = {name: next(values) for name, values in numbers.items()}
-            steps.append(told | {"reward": step.game_reward} | own)
+            told |= {"reward": step.game_reward, "progress": step.progress}
+            told |= {"tokens": len(step.engine_logprobs), "logprob": sum(step.engine_logprobs)}
+            steps.append(told | {name: next(values) for name, values in numbers.items()})
         episode = {
+            "version": EPISODE_VERSION,
             "iteration": row["iteration"],
             "task": t.task,
             "outcome": t.outcome,
+            "success": t.success,
+            "score": t.score,
             "truncated": t.truncated,
             "steps": steps,
         }
@@ -91,11 +97,61 @@ def episode_lines(row: dict, trajectories: list, columns: dict[str, torch.Tensor
     return lines
 
 
-def show(row: dict) -> None:
-    """The terminal's line of an iteration."""
+def tables(**lines: list[str]) -> dict:
+    """{name: W&B's table of these lines of episodes.jsonl, a row per step}; none of no lines."""
+    import wandb
+
+    found = {}
+    for name, rows in lines.items():
+        data, seen = [], Counter()
+        for episode in map(json.loads, rows):
+            head = [episode["iteration"], episode["task"], seen[episode["task"]]]
+            seen[episode["task"]] += 1
+            end = [episode[key] for key in ("outcome", "success", "truncated")]
+            steps = enumerate(episode["steps"])
+            data += [[*head, *end, number, *step.values()] for number, step in steps]
+        if data:
+            columns = "iteration task episode outcome success truncated step".split()
+            found[name] = wandb.Table(columns=[*columns, *episode["steps"][0]], data=data)
+    return found
+
+
+def step_ratios(trajectories: list, policy, kind: str, clip: float) -> dict[str, torch.Tensor]:
+    """{ratio: rho of each step [S] as its minibatch saw it, clipped: the share of its ratios beyond
+    1 +- clip}, for --ratio kind; with a ratio per token their mean. NaN: left out of the update."""
+    token_step, number = [], 0
+    for t in trajectories:
+        token_step += [number + step for step in t.step_ids if step >= 0]
+        number += len(t.steps)
+
+    places = torch.tensor(token_step, dtype=torch.long)  # [K]
+    values = policy.log_ratios(len(places)).double()  # [K]
+    counts = torch.bincount(places, minlength=number)  # [S]
+    of_token = torch.arange(len(places)) if kind == "token" else places
+    ratios = values.new_zeros(len(places) if kind == "token" else number)
+    ratios = ratios.index_add(0, of_token, values)
+    if kind == "step-mean":
+        ratios = ratios / counts
+    ratios = ratios.exp()
+    clipped = torch.where(ratios.isnan(), ratios, ((ratios - 1).abs() > clip).double())
+    if kind == "token":
+        means = [ratios.new_zeros(number).index_add(0, places, x) for x in (ratios, clipped)]
+        ratios, clipped = (total / counts for total in means)
+    return {"ratio": ratios, "clipped": clipped}
+
+
+def show(row: dict, left: float | None) -> None:
+    """The terminal's line of an iteration; left: the seconds that the others will take."""
     numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL if has(row, key)]
     head = f"iteration {row['iteration']:4}  {row['time/elapsed']:6.0f} s"
-    tqdm.write("  ".join([head, *numbers]))
+    say("  ".join([head, f"{'' if left is None else f'{duration(left)} left':>11}", *numbers]))
+
+
+def duration(seconds: float) -> str:
+    """In seconds, minutes or hours, two or three digits."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def has(row: dict, *keys: str) -> bool:
@@ -134,16 +190,26 @@ def summary(run) -> None:
     world's own measures (SOTOPIA's goal and dimensions)."""
     run_args, env = run.args.run_args, run.eval_env
     panel = f"{run_args.eval_tasks} tasks x {run_args.eval_samples} samples"
-    print(f"{env.name}, {panel} at temperature {run_args.eval_temperature}")
-    print("iterations   minutes   success (standard error)   score")
+    say(f"{env.name}, {panel} at temperature {run_args.eval_temperature}")
+    say("iterations   minutes   success (standard error)   score")
     shown = "time/elapsed", "eval/success", "eval/success_error", "eval/score"
     evaluated = [row for row in run.rows if has(row, *shown)]
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
         success = f"{row['eval/success']:.3f} ({row['eval/success_error']:.3f})"
         when = f"{row['iteration']:10} {row['time/elapsed'] / 60:9.1f}"
-        print(f"{when}   {success:24}   {row['eval/score']:.3f}")
+        say(f"{when}   {success:24}   {row['eval/score']:.3f}")
     for key in getattr(env, "measures", ()):
         if all(has(row, f"eval/{key}") for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
-            print(f"{key}: {values}")
+            say(f"{key}: {values}")
+
+
+def write_page(run) -> None:
+    """Write the run's page and say where it is. A page that cannot be written ends no run."""
+    if processes.rank():
+        return
+    try:
+        say(f"the run as a page: {viewer.write_page([run.path])}")
+    except OSError as error:
+        warn(f"{run.path}/view.html was not written ({error.strerror})")

@@ -4,6 +4,8 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 
+from runtime.terminal import warn
+
 from tqdm import tqdm
 
 KEPT = ("valid", "game_reward", "progress", "anchor")  # of info; all but valid are optional
@@ -123,4 +125,4 @@ def faulty_step(player: Player, error: Exception) -> tuple[str, float, bool, dic
 def note_fault(task: int, error: Exception) -> None:
     faults["environment"] += 1
     raised = f"the environment raised {type(error).__name__}: {error}"
-    tqdm.write(f"warning: task {task}: {raised}")
+    warn(f"task {task}: {raised}")

@@ -4,6 +4,8 @@
     runs/NAME/args.json         the flags
     runs/NAME/metrics.jsonl     a row per iteration; iteration 0 is the evaluation before training
     runs/NAME/episodes.jsonl    a row per trajectory: each step's text, validity, rewards, advantage
+    runs/NAME/eval_episodes.jsonl    the same of the evaluation panel, without advantages
+    runs/NAME/view.html         the run as a page, at its end: viewer.py
     runs/NAME/curve.png         success and return, against iterations and minutes of training
     runs/NAME/checkpoints/      checkpoints.py
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite
@@ -27,7 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runtime import processes, report
+from runtime import processes, report, terminal
 from runtime.checkpoints import (
     DamagedError,
     has_rows,
@@ -55,7 +57,8 @@ import torch
 
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
-    "iterations resume override run_name runs_dir track engine_memory save_every eval_every keep"
+    "iterations resume override run_name runs_dir track quiet "
+    "engine_memory save_every eval_every keep"
 ).split()
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
@@ -82,6 +85,7 @@ class Run:
         self.args, self.env = args, env
         self.model_path = check(args, env)
         self.device = processes.start(args)
+        terminal.begin(args.run_args.quiet)
         self.script = Path(sys.argv[0]).stem
         self.eval_env = getattr(env, "eval_env", env)
         panel = self.eval_env.eval_tasks[: args.run_args.eval_tasks]
@@ -90,6 +94,8 @@ class Run:
         self.rows, self.row, self.networks = [], {}, []
         self.path, self.board, self.lock, self.began = None, NoBoard(), None, []
         self.starts = []  # of run.json, this one included
+        self.panel = []  # episodes of the evaluation, until they are saved
+        self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
         open_run(self)
         torch.manual_seed(args.seed)
@@ -174,6 +180,7 @@ class Run:
         What an iteration draws depends on (seed, iteration) alone, and on nothing before it."""
         args = self.args
         last = 0 if args.run_args.eval_only else args.iterations
+        self.begun = time.perf_counter(), self.iteration
         for iteration in range(self.iteration + 1, last + 1):
             number = args.seed + 1_000_003 * iteration
             random.seed(f"{args.seed} {iteration}")
@@ -183,6 +190,16 @@ class Run:
             self.started = self.lapped = time.perf_counter()
             yield iteration
         report.summary(self)
+        report.write_page(self)
+
+    def seconds_left(self) -> float | None:
+        """What the iterations that are left will take, from those of this start; None before any,
+        and where none are left."""
+        begun, first = self.begun
+        done = self.iteration - first
+        if not done or self.iteration >= self.args.iterations:
+            return None
+        return (time.perf_counter() - begun) / done * (self.args.iterations - self.iteration)
 
     def lap(self, name: str) -> None:
         """Log the seconds since the last lap, or since the iteration began, as time/name."""
@@ -199,6 +216,8 @@ class Run:
         """Log what episodes were like, in training ("train") or on the panel ("eval")."""
         env = self.eval_env if kind == "eval" else self.env
         self.row |= report.describe(trajectories, kind, env)
+        if kind == "eval":
+            self.panel = trajectories
         if kind == "train":
             sampled = sum(step >= 0 for t in trajectories for step in t.step_ids)
             trained = sum(len(t.token_ids) for t in trajectories)
@@ -218,17 +237,25 @@ class Run:
             elapsed = before + total
             self.row |= {"time/total": total, "time/elapsed": elapsed}
             self.row["engine/restarts"] = self.engine.restarts
+        if trajectories and self.networks:
+            clip, kind = self.args.clip, self.args.ratio
+            columns |= report.step_ratios(trajectories, self.networks[0], kind, clip)
         self.rows.append(self.row)
         if processes.rank() == 0:
-            append(
-                self.path / "episodes.jsonl", report.episode_lines(self.row, trajectories, columns)
-            )
+            episodes = report.episode_lines(self.row, trajectories, columns)
+            panel = report.episode_lines(self.row, self.panel, {})
+            append(self.path / "episodes.jsonl", episodes)
+            append(self.path / "eval_episodes.jsonl", panel)
             append(self.path / "metrics.jsonl", [to_json(self.row)])
-            self.board.log(self.row, step=self.row["iteration"])
-            report.show(self.row)
+            tables = {}
+            if not isinstance(self.board, NoBoard):
+                tables = report.tables(episodes=episodes, eval_episodes=panel)
+            self.board.log(self.row | tables, step=self.row["iteration"])
+            report.show(self.row, self.seconds_left())
             report.draw_curve(self.rows, self.path)
         if self.iteration:
             save_checkpoint(self.path, self.rows, self.networks, self.tokenizer, self.args)
+        self.panel = []
 
 
 class NoBoard:
@@ -268,7 +295,7 @@ def first_opens(run: Run) -> None:
         found = "nothing to go on with, a new run"
         if run_args.resume:
             found = f"goes on with {run_args.resume}"
-        print(f"--resume auto: {found}")
+        terminal.say(f"--resume auto: {found}")
 
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(run_args.resume or Path(run_args.runs_dir, name))
@@ -297,8 +324,8 @@ def first_opens(run: Run) -> None:
         run.began = [] if run_args.resume else made  # unmade again where nothing begins
     wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
     run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
-    if run_args.track:
-        run.board = open_board(path, wandb_id, flags_of(args))
+    if run_args.track or "WANDB_SWEEP_ID" in os.environ:
+        run.board = open_board(path, wandb_id, flags_of(args), run_args.quiet)
 
 
 def record_of(path: Path) -> tuple[dict, list[dict]]:
@@ -344,7 +371,7 @@ def find_run(args, script: str) -> Path | None:
         try:
             saved, starts = record_of(path)
         except DamagedError as error:
-            print(f"--resume auto: {shown(error)}; that directory is skipped")
+            terminal.say(f"--resume auto: {shown(error)}; that directory is skipped")
             continue
         last = max((int(kept.name) for kept in kept_in(path)), default=0)
         ours = starts[0]["script"] == script and flags.items() <= saved.items()
@@ -425,12 +452,12 @@ def knock(settings) -> None:
         socket.create_connection((address.hostname, port), ANSWERS_WITHIN).close()
 
 
-def open_board(path: Path, wandb_id: str, flags: dict):
+def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
     """The W&B run of --track. Where W&B does not answer within seconds, an offline one."""
     import wandb
 
     options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
-    wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60}
+    wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60, "silent": quiet}
     try:
         knock(wandb.setup().settings)
         return wandb.init(**options, settings=wandb.Settings(**wait))
@@ -438,7 +465,7 @@ def open_board(path: Path, wandb_id: str, flags: dict):
         secret = os.environ.get("WANDB_API_KEY") or "\n"
         reason = shown(str(error).split("\n")[0].replace(secret, "..."))
         way = "the run goes on as with WANDB_MODE=offline, and `wandb sync` sends it later"
-        print(f"warning: --track: W&B cannot be had ({reason}); {way}", file=sys.stderr)
+        terminal.warn(f"--track: W&B cannot be had ({reason}); {way}")
     wandb.teardown()  # its service holds the run half open
     return wandb.init(**options, mode="offline")
 

@@ -84,6 +84,20 @@ def test_a_sweeps_whole_line_is_read(script, parsed):
         assert parsed(script, "--alpha=1.0").alpha == parsed(script, "--alpha", "1").alpha == 1.0
 
 
+@pytest.mark.parametrize("script", TRAINERS)
+def test_a_list_may_be_written_as_a_sweep_writes_it(script, parsed):
+    for written, expected in {
+        "--override=['learning_rate', 'seed']": ("learning_rate", "seed"),
+        '--override=["clip"]': ("clip",),
+        "--override=[]": (),
+    }.items():
+        args = parsed(script, written, "--seed", "3")
+        assert args.run_args.override == expected and args.seed == 3
+    with pytest.raises(SystemExit) as stop:
+        parsed(script, "--override=['learning_rate'")
+    assert stop.value.code == "--override ['learning_rate': no list, as in ['a', 'b']"
+
+
 @pytest.mark.parametrize("value", ("maybe", "", "0", "1", "yes", "None", "Truee"))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_is_no_boolean_is_refused_in_one_line_with_the_flags_name(script, value, parsed):

@@ -203,7 +203,10 @@ def test_every_script_runs_and_leaves_a_whole_run(play, script):
         "parameters, engine hf" in done.stdout
         and f"an iteration: {TASKS * GROUP} episodes" in done.stdout
     )
-    table = done.stdout.split("standard error")[1].splitlines()[1:]
+    *table, page = done.stdout.split("standard error")[1].splitlines()[1:]
+    assert (
+        page == f"the run as a page: runs/first-{script}/view.html" and (run / "view.html").exists()
+    )
     assert [line.split()[0] for line in table[:2]] == ["0", "2"]  # success before and after
     assert [line.split(":")[0] for line in table[2:]] == (
         ["goal"] if environment(script) == "sotopia" else []

@@ -1,0 +1,68 @@
+"""What a run says in the terminal: lines that stay, above the progress bars.
+
+Where stdout is no terminal, each line comes at once and nothing else does: bars are for terminals.
+What a model or a world wrote may stand in a warning or in an error; there it is plain, so that it
+moves no cursor and rings no bell.
+"""
+
+import logging
+import re
+import sys
+import traceback
+
+from runtime.processes import Quiet
+
+from tqdm import tqdm
+
+# controls but for tabs and new lines, marks of direction, and halves of surrogate pairs
+MOVING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+settings = {"quiet": False}
+
+
+class Handler(logging.Handler):
+    """Warnings of the worlds, as this module says them."""
+
+    def emit(self, record) -> None:
+        warn(record.getMessage())
+
+
+HANDLER = Handler(logging.WARNING)
+
+
+def begin(quiet: bool) -> None:
+    """From now on say, warn and errors are as described above. quiet: warnings and errors alone are
+    said, and no bar is shown."""
+    settings["quiet"] = quiet
+    if quiet:
+        sys.stderr = Quiet(sys.stderr)
+    logging.getLogger("envs").addHandler(HANDLER)
+    sys.excepthook = show_error
+
+
+def say(text: str) -> None:
+    """A line, at once; none if the run is quiet."""
+    if not settings["quiet"]:
+        write(text)
+
+
+def warn(text: str) -> None:
+    """A line that a quiet run has too."""
+    write(f"warning: {text}")
+
+
+def write(text: str) -> None:
+    tqdm.write(plain(text))
+    sys.stdout.flush()
+
+
+def plain(text: str) -> str:
+    """The text with what would move the cursor written as its code."""
+    return MOVING.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def show_error(kind, error, trace) -> None:
+    """An error that nobody foresaw, for sys.excepthook."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(plain(text), end="", file=sys.stderr)

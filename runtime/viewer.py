@@ -1,0 +1,233 @@
+"""view.html: a run as one page that needs nothing from elsewhere.
+
+The page holds an index of its episodes as JSON, and the steps of each iteration as a compressed
+chunk that is unpacked when somebody looks at it; so 10,000 episodes open at once. What a model or a
+world wrote reaches the page as JSON alone, and its script writes it with textContent alone: it is
+text, whatever it holds. A content security policy forbids every other script and every request.
+"""
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+from runtime.files import EPISODE_VERSION, read_json, replace_file, rows_of
+
+PAGE = Path(__file__).parent / "page"
+FILES = {"train": "episodes.jsonl", "eval": "eval_episodes.jsonl"}
+MOST = 10_000  # episodes of a page
+HEAD = re.compile(r'^\{(?:"version": \d+, )?"iteration": (\d+),')  # how a row begins
+TEXTS = ("observation", "action", "picture")  # of a step; every other column is a number
+COLOURED = (  # what steps can be coloured by, if they have it
+    "implicit_reward ground_truth_reward reward advantage step_advantage episode_advantage progress"
+).split()
+WITHIN = 0.95  # share of the steps whose values lie within the colours' scale
+
+
+def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
+    """Write the page of a run, or of two runs beside each other, and return where it is.
+
+    runs: one or two directories. out: the page; None is view.html in the first of them, and for
+    two view-against-B.html. most: episodes of a run on the page; of a larger one older iterations
+    are thinned, which the page says. Exits with one line where there is no such run."""
+    read = [read_run(Path(run), most) for run in runs]
+    name = "view.html" if len(runs) == 1 else f"view-against-{read[1]['name']}.html"
+    out = out or Path(runs[0]) / name
+    chunks = []
+    for run in read:
+        for kept in run["sets"]:
+            chunks.append(packed(kept.pop("steps")))
+            kept["chunk"] = len(chunks) - 1
+    replace_file(out, page_of(read, chunks))
+    return out
+
+
+# ------------ reading ------------
+
+
+def read_run(path: Path, most: int) -> dict:
+    """What the page's index has of a run, with the steps of its sets, which are not packed yet."""
+    if not (path / "args.json").is_file():
+        sys.exit(f"{path}: no run there")
+    flags, starts = read_json(path / "args.json"), read_json(path / "run.json")["starts"]
+    script = starts[0]["script"]
+    rows = rows_of(path / "metrics.jsonl")
+    keys = dict.fromkeys(key for row in rows for key in row if key != "iteration")
+    metrics = {key: [row.get(key) for row in rows] for key in keys}
+    world = re.search("sokoban|webshop|sotopia", script)
+
+    counts = {kind: count(path / file) for kind, file in FILES.items()}
+    kept, told = thinned(counts, most)
+    sets = []
+    for kind, file in FILES.items():
+        sets += read_sets(path / file, kind, kept)
+    return {
+        "name": path.resolve().name,
+        "script": script,
+        "world": world[0] if world else "",
+        "described": starts[-1].get("world", ""),
+        "command": starts[0]["command"],
+        "flags": flags,
+        "iterations": [row["iteration"] for row in rows],
+        "metrics": {key: numbers(values) for key, values in metrics.items()},
+        "scales": scales_of(sets),
+        "told": told,
+        "sets": sets,
+    }
+
+
+def count(path: Path) -> dict[int, int]:
+    """{iteration: number of rows}, from the beginning of each line."""
+    found: dict[int, int] = {}
+    if path.exists():
+        with path.open() as lines:
+            for head in map(HEAD.match, lines):
+                if head:
+                    iteration = int(head[1])
+                    found[iteration] = found.get(iteration, 0) + 1
+    return found
+
+
+def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str]:
+    """(the iterations that the page shows, what it says of the others).
+
+    Half of the room is for the last iterations, all of them; in the rest stands every n-th of those
+    before."""
+    sizes: dict[int, int] = {}
+    for of_kind in counts.values():
+        for iteration, number in of_kind.items():
+            sizes[iteration] = sizes.get(iteration, 0) + number
+    total = sum(sizes.values())
+    if total <= most:
+        return {*sizes}, ""
+
+    recent, used = [], 0
+    for iteration in sorted(sizes, reverse=True):
+        if recent and used + sizes[iteration] > most / 2:
+            break
+        recent.append(iteration)
+        used += sizes[iteration]
+    older = sorted(sizes.keys() - {*recent})
+    every = max(1, math.ceil(sum(sizes[i] for i in older) / max(1, most - used)))
+    kept = {*recent, *older[::every]}
+    shown = sum(sizes[i] for i in kept)
+    which = f"every iteration from {recent[-1]} on"
+    if older:
+        which += f", and one in {every} before it"
+    return kept, f"{shown:,} of {total:,} episodes are on this page: {which}."
+
+
+def read_sets(path: Path, kind: str, kept: set[int]) -> list[dict]:
+    """The episodes of each kept iteration: {kind, iteration, episodes, steps}, in their order.
+
+    An episode is [task, outcome, success, truncated, invalid steps, steps]. steps has columns (the
+    names), texts (each once) and, for every episode, a list per step: its columns' entries, where
+    texts are places in `texts`."""
+    sets: dict[int, dict] = {}
+    if not path.exists():
+        return []
+    with path.open() as lines:
+        for line in lines:
+            head = HEAD.match(line)
+            if not head or int(head[1]) not in kept:
+                continue
+            try:
+                episode = json.loads(line)
+            except ValueError:
+                break  # torn by a kill, or being written now
+            if episode.get("version", 1) > EPISODE_VERSION:
+                newer = f"a row has version {episode['version']}"
+                sys.exit(f"{path}: {newer}, and this program reads up to {EPISODE_VERSION}")
+            add_episode(sets.setdefault(episode["iteration"], new_set(kind, episode)), episode)
+    return [sets[iteration] for iteration in sorted(sets)]
+
+
+def new_set(kind: str, episode: dict) -> dict:
+    columns = list(episode["steps"][0]) if episode["steps"] else []
+    steps = {"columns": columns, "texts": {}, "episodes": []}
+    return {"kind": kind, "iteration": episode["iteration"], "episodes": [], "steps": steps}
+
+
+def add_episode(to: dict, episode: dict) -> None:
+    """Add a row of episodes.jsonl to the set of its iteration."""
+    told, texts = episode["steps"], to["steps"]["texts"]
+    success = episode.get("success", (episode["outcome"] or 0) >= 1)
+    invalid = sum(not step["valid"] for step in told)
+    about = [episode["task"], number(episode["outcome"]), success, episode["truncated"]]
+    to["episodes"].append([*about, invalid, len(told)])
+
+    steps = []
+    for step in told:
+        entries = []
+        for name in to["steps"]["columns"]:
+            value = step.get(name)
+            if name in TEXTS:
+                value = None if value is None else texts.setdefault(value, len(texts))
+            entries.append(number(value))
+        steps.append(entries)
+    to["steps"]["episodes"].append(steps)
+
+
+def number(value):
+    """A number as the page needs it, six digits after the point."""
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def numbers(values: list) -> list:
+    return [number(value) if isinstance(value, int | float) else None for value in values]
+
+
+def scales_of(sets: list[dict]) -> dict[str, float]:
+    """{column: the absolute value within which WITHIN of the steps lie}, of what colours steps; a
+    column that is 0 throughout is left out."""
+    values: dict[str, list[float]] = {}
+    for one in sets:
+        columns = one["steps"]["columns"]
+        for name in COLOURED:
+            if name in columns:
+                place = columns.index(name)
+                entries = (step[place] for steps in one["steps"]["episodes"] for step in steps)
+                values.setdefault(name, []).extend(abs(x) for x in entries if x)
+    scales = {}
+    for name in COLOURED:
+        if found := sorted(values.get(name, ())):
+            scales[name] = found[min(len(found) - 1, int(WITHIN * len(found)))]
+    return scales
+
+
+# ------------ writing ------------
+
+
+def packed(steps: dict) -> str:
+    """A set's steps as the page's script unpacks them: JSON, gzip, base64."""
+    plain = json.dumps(steps | {"texts": list(steps["texts"])}, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(plain.encode("ascii"), 5, mtime=0)).decode("ascii")
+
+
+def page_of(runs: list[dict], chunks: list[str]) -> str:
+    """The page's text, from page/: its frame, style and script."""
+    title = " against ".join(run["name"] for run in runs)
+    data = json.dumps({"runs": runs, "within": WITHIN}, separators=(",", ":"))
+    packs = (f'<script type="text/plain" id="chunk-{n}">{c}</script>' for n, c in enumerate(chunks))
+    style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
+    parts = {
+        "TITLE": html.escape(title),
+        "POLICY": f"default-src 'none'; img-src data:; style-src {hash_of(style)}; "
+        f"script-src {hash_of(script)}",
+        "STYLE": style,
+        "DATA": data.replace("<", "\\u003c"),  # no word of it can end the element
+        "CHUNKS": "\n".join(packs),
+        "SCRIPT": script,
+    }
+    frame = (PAGE / "page.html").read_text()
+    return re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], frame)
+
+
+def hash_of(text: str) -> str:
+    """An inline element's text, as a content security policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

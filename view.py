@@ -1,0 +1,45 @@
+"""A run as a page: runs/NAME/view.html, which opens in a browser from the disk and needs nothing
+from elsewhere.
+
+It shows curves, the groups of every iteration, and episodes as conversations whose steps are
+coloured by their credit. Every run writes it at its end; this writes it again, also while a run is
+going on. With two runs the page holds one against the other on the tasks that both have played.
+
+    python view.py runs/first
+    python view.py runs/first runs/second
+    python view.py runs/first --episodes 50000
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.flags import parse, refuse
+from runtime.viewer import MOST, write_page
+
+import tyro
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # One run, or two that are compared.
+    episodes: int = MOST
+    """Most episodes of a run on the page; of a longer run older iterations are thinned."""
+    out: str = ""  # File that is written; empty: view.html in the (first) run's directory.
+
+
+def main():
+    args = parse(Args, __doc__)
+    if not 1 <= len(args.runs) <= 2:
+        sys.exit(f"view.py takes one run or two, not {len(args.runs)}: python view.py runs/NAME")
+    if args.episodes < 1:
+        refuse("episodes", args.episodes, "has to be at least 1")
+    try:
+        page = write_page(list(args.runs), Path(args.out) if args.out else None, args.episodes)
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}")
+    print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    main()
