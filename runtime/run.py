@@ -4,6 +4,7 @@
     runs/NAME/args.json         the flags
     runs/NAME/metrics.jsonl     a row per iteration; iteration 0 is the evaluation before training
     runs/NAME/episodes.jsonl    a row per trajectory: each step's text, validity, rewards, advantage
+    runs/NAME/pictures/         what the steps saw, where the world shows pictures: each once
     runs/NAME/curve.png         success and return, against iterations and minutes of training
     runs/NAME/checkpoints/      checkpoints.py
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite
@@ -36,7 +37,8 @@ from runtime.checkpoints import (
 from runtime.engines import HfEngine, VllmEngine
 from runtime.files import append, read_json, to_json, write_json
 from runtime.flags import check, flags_of
-from runtime.networks import Network, add_adapter
+from runtime.networks import Network, add_adapter, plain
+from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
 
 import numpy as np
@@ -112,14 +114,20 @@ class Run:
         if args.policy_lora_rank:
             model = add_adapter(model, "policy", args.policy_lora_rank)
         self.policy_model = processes.shard(model).to(self.device)
-        return self.policy_model, self.engine, Chat(self.tokenizer, stop_ids)
+        processor = getattr(plain(self.policy_model), "picture_processor", None)
+        return self.policy_model, self.engine, Chat(self.tokenizer, stop_ids, processor)
 
     def read_model(self, dtype: torch.dtype):
-        """The causal language model of --model."""
+        """The causal language model of --model, one that sees where the world shows pictures."""
         from transformers import AutoModelForCausalLM
 
         reading = self.reading | {"dtype": dtype}
-        return AutoModelForCausalLM.from_pretrained(self.model_path, **reading)
+        if not shows_pictures(self.env):
+            return AutoModelForCausalLM.from_pretrained(self.model_path, **reading)
+        model = read_seeing_model(self.model_path, self.args.model, reading)
+        if self.args.freeze_vision:
+            model.base_model.visual.requires_grad_(False)
+        return model
 
     def load_adapter(self, name: str, rank: int):
         """The initial model with a LoRA adapter of this name and rank. A LoRA policy has the same
@@ -192,9 +200,12 @@ class Run:
             self.row["engine/restarts"] = self.engine.restarts
         self.rows.append(self.row)
         if processes.rank() == 0:
-            append(
-                self.path / "episodes.jsonl", report.episode_lines(self.row, trajectories, columns)
-            )
+            pictures = {}
+            if shows_pictures(self.env):
+                most = self.args.world.saved_pictures
+                pictures = report.save_pictures(trajectories, self.path, most)
+            lines = report.episode_lines(self.row, trajectories, columns, pictures)
+            append(self.path / "episodes.jsonl", lines)
             append(self.path / "metrics.jsonl", [to_json(self.row)])
             self.board.log(self.row, step=self.row["iteration"])
             report.show(self.row)
