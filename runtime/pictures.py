@@ -50,9 +50,9 @@ class PictureProcessor:
     """What stands between a PNG and the model's vision tower.
 
     image_token: the id that stands for a piece of a picture; merge: merge x merge patches are one
-    token. features: what a frozen tower made of pictures. processor: transformers' own, read from
-    the model's directory if it is not given. Exits with one line that names --model where the model
-    sees no pictures."""
+    token. never: the tokens that the model may not sample. features: what a frozen tower made of
+    pictures. processor: transformers' own, read from the model's directory if it is not given.
+    Exits with one line that names --model where the model sees no pictures."""
 
     def __init__(self, path: str, config, model: str, processor=None):
         # it needs no torchvision, and equals the other one where nothing is resized
@@ -62,6 +62,7 @@ class PictureProcessor:
 
         refuse_blind(config, model)
         self.model, self.image_token, self.processor = model, config.image_token_id, processor
+        self.never = never_sampled(config)
         try:
             self.processor = processor or Qwen2VLImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as error:
@@ -98,6 +99,13 @@ class PictureProcessor:
         if not (channels.amax((0, 2)) > channels.amin((0, 2))).any():
             sys.exit(f"--model {self.model}: its processor makes all pixels of a picture alike")
         return patches, (rows // self.merge, columns // self.merge)
+
+    def refuse_sampled(self, action: list[int]) -> None:
+        """Exit with one line where an answer has a token of pictures or films: the next forward
+        pass would look for a picture there."""
+        if set(self.never).intersection(action):
+            banned = "which it may never say: its engine does not follow the ban (logit_bias)"
+            sys.exit(f"--model {self.model} sampled a token of pictures or films, {banned}")
 
     def tokens(self, png: bytes) -> list[int]:
         """The image tokens that stand for a picture."""

@@ -41,6 +41,8 @@ class Player:
         """Append the next step's tokens to the trajectory: what the engine saw and sampled. With
         `history` every step is a sequence of its own."""
         t = self.trajectory
+        if self.chat.processor:
+            self.chat.processor.refuse_sampled(action)
         if history and t.steps:
             t.starts.append(len(t.token_ids))
         known = len(t.token_ids) - t.starts[-1]

@@ -100,10 +100,14 @@ class Engine:
     def __init__(self, tokenizer, longest: int, stop: int):
         self.tokenizer, self.longest, self.stop = tokenizer, longest, stop
         self.rng, self.count = random.Random(1), 0
+        self.never = []  # tokens of pictures, which engines do not sample
 
     def generate(self, contexts, temperature):
         self.count += len(contexts)
-        return [self.sample() for _ in contexts]
+        samples = [self.sample() for _ in contexts]
+        for ids, _ in samples:
+            ids[:] = [0 if token in self.never else token for token in ids]
+        return samples
 
     def sample(self):
         rng, encode = self.rng, self.tokenizer.encode
@@ -165,7 +169,10 @@ def test_rollout_takes_everything(script, history, tmp_path):
         processor = PictureProcessor(path, AutoConfig.from_pretrained(path), "tiny")
     chat = Chat(tokenizer, [stop], processor)
     engine = Engine(tokenizer, args.max_action_tokens, stop)
+    engine.never = chat.processor.never if chat.processor else []
     control = set(tokenizer.all_special_ids)
+    if chat.processor:
+        control |= {*chat.before, *chat.after, chat.processor.image_token}
     control |= {tokenizer.convert_tokens_to_ids(token) for token in TEMPLATE[:2]}
     wanted, rng = COUNT // (2 * len(SCRIPTS)), random.Random(2)
     faults.clear()

@@ -203,6 +203,19 @@ def test_no_engine_and_no_softmax_has_tokens_of_pictures():
         assert not set(ids) & set(never) and all(np.isfinite(logprobs))
 
 
+def test_a_sampled_image_token_is_told():
+    """By an engine that does not follow the ban: one line, before anything is trained on it."""
+    _, chat = seeing()
+    module, args = load(SCRIPTS[0]), settings(max_action_tokens=4)
+
+    class Unbound:
+        def generate(self, contexts, temperature):
+            return [([chat.processor.image_token], [0.0]) for _ in contexts]
+
+    with pytest.raises(SystemExit, match="sampled a token of pictures or films"):
+        module.rollout(ENV, Unbound(), chat, [0], args, 1.0, "test")
+
+
 # ------------ seen ------------
 
 
