@@ -70,8 +70,8 @@ def contexts_of(chat, count: int = 6, other: bool = False) -> list[list[int]]:
     return contexts
 
 
-def batch_of(samples):
-    """The batch of a step for each (context, (ids, log-probabilities))."""
+def trajectories_of(samples) -> list:
+    """A trajectory of one step for each (context, (ids, log-probabilities)), two to a group."""
     module, trajectories = load(scripts_with("flatten", "main")[0]), []
     for number, (context, (ids, logprobs)) in enumerate(samples):
         step = module.Step("", "", True, engine_logprobs=logprobs)
@@ -79,7 +79,11 @@ def batch_of(samples):
         t = module.Trajectory(number // 2, [*context, *ids], step_ids, number % 2, [step])
         t.pictures = list(pictures_of(context))
         trajectories.append(t)
-    return module.flatten(trajectories)
+    return trajectories
+
+
+def batch_of(samples):
+    return load(scripts_with("flatten", "main")[0]).flatten(trajectories_of(samples))
 
 
 def answered(chat, contexts) -> list:
