@@ -185,7 +185,7 @@ def main() -> None:
         "Processor seconds for 1,000 steps of episodes, one thread. Of an iteration with pictures "
         f"the tower takes {rollout / total:.0%} in the rollout, {scored / total:.0%} in the old "
         f"log-probabilities and {update / total:.0%} in the update. {distinct:.0%} of the pictures "
-        f"shown are distinct; to see all of a context again in every turn takes {again:.2f} times the "
+        f"shown are distinct; to see all again in every turn takes {again:.2f} times the "
         "time.",
     ]
     print("\n".join(lines))
