@@ -33,6 +33,7 @@ import pytest
 import torch
 from conftest import ROOT, load, network, run_main, scripts_with, settings
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 MODEL = ROOT / "models" / "tiny-visual-sokoban"
@@ -546,6 +547,62 @@ def test_a_run_keeps_its_pictures_once_and_no_more_than_told(bound, tmp_path):
         assert any(step["picture"] is None for step in steps)
     for name in named:
         assert Image.open(run / name).size == (96, 96)
+
+
+def test_warm_start_makes_a_model_that_sees(tmp_path):
+    """From nothing, and from that again; a script takes what comes of it."""
+    small = "--environment visual_sokoban --demonstrations 12 --min-updates 1 --max-updates 1"
+    small += " --batch-size 4 --max-steps 2 --eval-every 1 --target 0 --hidden 32 --layers 1"
+    small = [*small.split(), "--heads", 1, "--max-context-tokens", 600]
+    run_main("warm_start", *small, "--out", "new", cwd=tmp_path)
+    run_main("warm_start", *small, "--model", "new", "--out", "newer", cwd=tmp_path)
+    flags = [*SMALL, "--model", "newer", "--max-context-tokens", 600, "--run-name", "new"]
+    run_main("rloo_visual_sokoban", *flags, cwd=tmp_path)
+
+
+def test_a_new_tower_looks_at_neighbours():
+    """Each of its heads gives most of a patch's attention to one neighbour, as far away as its
+    layer says, whatever the picture shows."""
+    module = load("warm_start")
+    args = module.Args(rotary_base=10.0)
+    torch.manual_seed(0)
+    model = module.new_seeing_model(AutoTokenizer.from_pretrained(MODEL), args)
+    tower = model.base_model.visual
+    tower.set_attn_implementation("eager")
+    seen = []
+    for block in tower.blocks:
+        block.attn.register_forward_hook(lambda module, inputs, output: seen.append(module))
+    patches, _ = model.picture_processor.patches(ENV.reset(0).picture)
+    with torch.no_grad():
+        weights = tower(patches, grid_thw=torch.tensor([[1, 6, 6]]), output_attentions=True)
+    for distance, attention in enumerate(weights.attentions, 1):
+        grid = attention.view(4, 6, 6, 6, 6)  # head, rows and columns of query and key
+        middle = grid[:, 2:4, 2:4].reshape(4, 2, 2, 36)
+        offsets = [(0, -distance), (0, distance), (-distance, 0), (distance, 0)]
+        for head, (rows, columns) in enumerate(offsets):
+            for row in (2, 3):
+                for column in (2, 3):
+                    share = grid[head, row, column, row + rows, column + columns]
+                    assert share > 0.5 and share == middle[head, row - 2, column - 2].max()
+
+
+@pytest.mark.parametrize("rank", (0, 4))
+def test_freeze_vision_trains_the_language_side_alone(rank, tmp_path):
+    """Also of a LoRA policy; without the flag the tower moves too."""
+    before = load_file(MODEL / "model.safetensors")
+    for flag in ("--freeze-vision", "--no-freeze-vision"):
+        # answers are cut, so they are invalid, and that costs
+        flags = [*SMALL, "--policy-lora-rank", rank, "--max-action-tokens", 4, flag]
+        flags += ["--learning-rate", 1e-2, "--run-name", flag.strip("-")]
+        run_main("rloo_visual_sokoban", *flags, cwd=tmp_path)
+        policy = tmp_path / "runs" / flag.strip("-") / "policy"
+        after = load_file(policy / "model.safetensors")
+        assert after.keys() == before.keys()
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert any("visual" not in name for name in moved)
+        assert any("visual" in name for name in moved) == (flag != "--freeze-vision")
+        again = read_seeing_model(str(policy), "again", READING)  # with its preprocessor
+        assert again.picture_processor.patches(ENV.reset(0).picture)[1] == (6, 6)
 
 
 if __name__ == "__main__":
