@@ -26,6 +26,7 @@ from runtime.pictures import (
     pictures_of,
     positions,
     read_seeing_model,
+    tower_features,
 )
 
 import numpy as np
@@ -35,6 +36,7 @@ from conftest import ROOT, load, network, run_main, scripts_with, settings
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 MODEL = ROOT / "models" / "tiny-visual-sokoban"
 READING = {"dtype": torch.float32, "trust_remote_code": False}
@@ -567,23 +569,25 @@ def test_a_new_tower_looks_at_neighbours():
     args = module.Args(rotary_base=10.0)
     torch.manual_seed(0)
     model = module.new_seeing_model(AutoTokenizer.from_pretrained(MODEL), args)
-    tower = model.base_model.visual
-    tower.set_attn_implementation("eager")
-    seen = []
-    for block in tower.blocks:
-        block.attn.register_forward_hook(lambda module, inputs, output: seen.append(module))
-    patches, _ = model.picture_processor.patches(ENV.reset(0).picture)
+    weights = []
+
+    def note(attention, inputs, given):
+        queries, keys, _ = attention.qkv(inputs[0]).view(36, 3, 4, 16).unbind(1)  # [36, 4, 16]
+        queries, keys = apply_rotary_pos_emb_vision(queries, keys, *given["position_embeddings"])
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * attention.scaling
+        weights.append(scores.softmax(-1).view(4, 6, 6, 6, 6))  # head, rows, columns of both
+
+    for block in model.base_model.visual.blocks:
+        block.attn.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
-        weights = tower(patches, grid_thw=torch.tensor([[1, 6, 6]]), output_attentions=True)
-    for distance, attention in enumerate(weights.attentions, 1):
-        grid = attention.view(4, 6, 6, 6, 6)  # head, rows and columns of query and key
-        middle = grid[:, 2:4, 2:4].reshape(4, 2, 2, 36)
+        tower_features(model, [ENV.reset(0).picture])
+    for distance, attention in enumerate(weights, 1):
         offsets = [(0, -distance), (0, distance), (-distance, 0), (distance, 0)]
         for head, (rows, columns) in enumerate(offsets):
-            for row in (2, 3):
-                for column in (2, 3):
-                    share = grid[head, row, column, row + rows, column + columns]
-                    assert share > 0.5 and share == middle[head, row - 2, column - 2].max()
+            for row, column in ((2, 2), (2, 3), (3, 2), (3, 3)):
+                of_one = attention[head, row, column]
+                share = of_one[row + rows, column + columns]
+                assert share > 0.5 and share == of_one.max()
 
 
 @pytest.mark.parametrize("rank", (0, 4))
