@@ -52,7 +52,7 @@ class Args:
     tasks_per_iteration: int = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: int = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
     lr_halving: float = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of trajectories.
