@@ -91,6 +91,7 @@ class Trajectory:
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
+    pictures: list = field(default_factory=list)  # (place of its first token, PNG), if any
 
 
 class Batch(NamedTuple):

@@ -6,8 +6,9 @@ learning can start.
 The expert plays training tasks, and with probability --noise it takes a random action instead: the
 demonstrations visit states off the best path, and the clone knows all moves but prefers the best
 one only a little. Without --model the policy is made from nothing: a byte-level BPE tokenizer
-trained on the demonstrations, with a ChatML template, and a small Qwen3. Training stops when
-success on held-out training tasks reaches --target; the panel is looked at once, at the end.
+trained on the demonstrations, with a ChatML template, and a small Qwen3, or a small Qwen2.5-VL
+where the world shows pictures. Training stops when success on held-out training tasks reaches
+--target; the panel is looked at once, at the end.
 docs/worlds.md has the commands that made the tiny models.
 
     python warm_start.py --out models/tiny-sokoban
@@ -30,6 +31,7 @@ from runtime.engines import HfEngine
 from runtime.flags import Flat, check_files, check_writable, parse, refuse
 from runtime.models import ModelError, read_causal_model, read_tokenizer
 from runtime.networks import Network, action_logprobs
+from runtime.pictures import PictureProcessor, pictures_of, read_seeing_model, shows_pictures
 from runtime.processes import gather, my_tasks
 from runtime.ranges import Count, Fraction, Natural, Positive, Rate, Seed, ZeroOrMore, whole
 from runtime.report import describe
@@ -48,18 +50,33 @@ UNITS = {
     # tags, phrases, pieces of three grid cells, digits
     "sokoban": r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|[#_A-Z*]{1,3}\n?"
     r"| ?[0-9]| ?[A-Z]|\s+|[^\s\w]+|.",
+    # tags, phrases, words
+    "visual_sokoban": r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|\s+|[^\s\w]+|.",
     # tags with the action's name, what separates actions and texts, words, asins, pairs of digits
     "webshop": r"(?:</?[a-z]+>)+(?:(?:click|search)\[)?|\](?: click\[|</action>)?| \[SEP\] "
     r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
     # tags, words, numbers
     "sotopia": r"(?:</?[a-z]+>)+| ?[A-Za-z]+|[ $]*[0-9]{1,3}|\s+|[^\s\w]+|.",
 }
-WORLDS = {"sokoban": "Sokoban", "webshop": "WebShop", "sotopia": "Sotopia"}
+WORLDS = {
+    "sokoban": "Sokoban",
+    "visual_sokoban": "VisualSokoban",
+    "webshop": "WebShop",
+    "sotopia": "Sotopia",
+}
 CHATML = (
     "{% for message in messages %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PICTURE = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SEEING_CHATML = CHATML.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
 )
 HELD_OUT = 256  # the last training tasks: never demonstrated, they tell when to stop
 PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
@@ -78,7 +95,7 @@ class RunArgs:
 class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
-    environment: Literal["sokoban", "webshop", "sotopia"] = "sokoban"
+    environment: Literal["sokoban", "visual_sokoban", "webshop", "sotopia"] = "sokoban"
     """The expert of this world is cloned."""
     model: str = ""
     """The policy starts from this directory or name on the hub; empty: from nothing."""
@@ -105,7 +122,8 @@ class Args:
     heads: whole(1, 16_384) = 2  # A new model has so many query heads, 32 wide.
     kv_heads: whole(1, 16_384) = 1  # A new model has so many key and value heads.
     rotary_base: Positive = 1000.0
-    """A new model's rotary positions have this base: a short one suits short sequences."""
+    """A new model's rotary positions have this base: a short one suits short sequences, and 10 lets
+    a model that sees tell columns apart."""
     copying_heads: bool = False
     """A new model's heads start by copying what they look at, which halves the time to learn to."""
     max_steps: Count = 15  # An episode ends after so many steps.
@@ -143,6 +161,7 @@ class Trajectory:
     success: bool = False
     score: float = 0.0
     truncated: bool = False  # ended by --max-context-tokens
+    pictures: list = field(default_factory=list)  # (place of its first token, PNG), if any
 
 
 class Batch(NamedTuple):
@@ -197,20 +216,34 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
     # === end block ===
 
 
-def demonstrate(env, expert, args) -> list[tuple[str, list[tuple[str, str]]]]:
+class Shown(NamedTuple):
+    """What a world shows: words, and the PNG beside them if there is one."""
+
+    words: str
+    picture: bytes | None
+
+
+def demonstrate(env, expert, args) -> list[tuple[Shown, list[tuple[str, Shown]]]]:
     """[(prompt, [(answer, observation), ...])], an episode of the noisy expert each."""
     rng, demonstrations = random.Random(args.seed), []
     tasks = env.train_tasks[:-HELD_OUT]
     for number in tqdm(range(args.demonstrations), "demonstrations", disable=None):
         episode = env.reset(tasks[number % len(tasks)])
-        turns = [(answer, episode.step(answer)[0]) for answer in expert(episode, args.noise, rng)]
-        demonstrations.append((episode.prompt, turns))
+        prompt, turns = shown(episode.prompt, episode), []
+        for answer in expert(episode, args.noise, rng):
+            observation = episode.step(answer)[0]
+            turns.append((answer, shown(observation, episode)))
+        demonstrations.append((prompt, turns))
     return demonstrations
 
 
-def new_tokenizer(demonstrations: list, units: str, vocabulary: int):
+def shown(words: str, episode) -> Shown:
+    return Shown(words, getattr(episode, "picture", None))
+
+
+def new_tokenizer(demonstrations: list, units: str, vocabulary: int, seeing: bool):
     """A byte-level BPE of the demonstrations' text: whatever is written round-trips, what is common
-    is one token."""
+    is one token. seeing: it has the tokens that stand for pictures."""
     from transformers import PreTrainedTokenizerFast  # here, so that --help does not wait for it
 
     tokenizer = Tokenizer(models.BPE())
@@ -222,17 +255,19 @@ def new_tokenizer(demonstrations: list, units: str, vocabulary: int):
     texts = [
         text
         for prompt, turns in demonstrations
-        for text in (prompt, *(t for turn in turns for t in turn))
+        for text in (prompt.words, *(t for answer, seen in turns for t in (answer, seen.words)))
     ]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(PICTURE if seeing else [])]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator([*texts, "user\nassistant\nsystem\n"], trainer)
     ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **ends)
+    template = SEEING_CHATML if seeing else CHATML
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **ends)
 
 
 def new_model(tokenizer, args):
@@ -263,26 +298,101 @@ def new_model(tokenizer, args):
     model = Qwen3ForCausalLM(config)
     for attention in (layer.self_attn for layer in model.model.layers if args.copying_heads):
         values = attention.v_proj.weight.data.view(args.kv_heads, 32, args.hidden)
-        values = values.repeat_interleave(args.heads // args.kv_heads, 0).flatten(
-            0, 1
-        )  # [heads * 32, hidden]
-        attention.o_proj.weight.data = values.T / (
-            32 * config.initializer_range**2
-        )  # W_v^T W_v is 1 on the diagonal
+        values = values.repeat_interleave(args.heads // args.kv_heads, 0)
+        values = values.flatten(0, 1)  # [heads * 32, hidden]
+        size = 32 * config.initializer_range**2  # W_v^T W_v is 1 on the diagonal
+        attention.o_proj.weight.data = values.T / size
     return model
+
+
+def new_seeing_model(tokenizer, args):
+    """A small Qwen2.5-VL whose patches are cells of 16 x 16 pixels, each of them a token, and what
+    reads pictures for it. The patches' first layer starts small: a patch has 1,536 numbers."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    std = 0.8 / args.hidden**0.5
+    sections = [4, 6, 6]  # of a head's 16 rotary pairs: time, row, column
+    rope = {"rope_type": "default", "rope_theta": args.rotary_base, "mrope_section": sections}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        max_position_embeddings=args.max_context_tokens,
+        rope_parameters=rope,
+        initializer_range=std,
+        bos_token_id=None,
+        **ends,
+    )
+    tower = dict(
+        depth=2,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_heads=4,
+        patch_size=16,
+        spatial_merge_size=1,
+        out_hidden_size=args.hidden,
+        fullatt_block_indexes=[0, 1],
+        initializer_range=std,
+    )
+    names = ["vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"]
+    marks = dict(zip(names, tokenizer.convert_tokens_to_ids(PICTURE)))
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=tower, tie_word_embeddings=True, **marks, **ends
+    )
+    config.initializer_range = std
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    visual = model.base_model.visual
+    visual.patch_embed.proj.weight.data.normal_(std=0.02)
+    for distance, block in enumerate(visual.blocks, 1):
+        look_at_neighbours(block.attn, distance)
+
+    bounds = {"shortest_edge": 16 * 16, "longest_edge": 256 * 256}  # [pixels]
+    pil = Qwen2VLImageProcessorPil(patch_size=16, merge_size=1, size=bounds)
+    model.picture_processor = PictureProcessor("", config, args.out, pil)
+    return model
+
+
+@torch.no_grad()
+def look_at_neighbours(attention, distance: int):
+    """Have the four heads of a tower's layer start by looking left, right, up and down, `distance`
+    patches away: a tower that has to find that out by itself had learnt nothing in 300 updates.
+
+    In the manner of ConViT (arXiv 2103.10697). The biases of queries and keys carry it: rotated by
+    their patches' places their product is largest where the key's place is the query's plus the
+    offset, and a weight of 1/10 leaves that to them at first."""
+    heads, width = attention.num_heads, attention.head_dim
+    frequencies = 1e4 ** (-torch.arange(0, width // 2, 2) / (width // 2))  # of rows, and of columns
+    weight = attention.qkv.weight.view(3, heads, width, -1)  # query, key, value
+    bias = attention.qkv.bias.view(3, heads, width)
+    weight[:2] *= 0.1
+    strength = 6.0  # a neighbour's neighbour gets 1/60 of its attention
+
+    offsets = [(0, -distance), (0, distance), (-distance, 0), (distance, 0)]  # rows, columns
+    for head, (rows, columns) in enumerate(offsets):
+        angles = torch.cat([frequencies * rows, frequencies * columns])  # [width / 2]
+        bias[0, head, : width // 2] = strength
+        bias[1, head, : width // 2] = strength * angles.cos()
+        bias[1, head, width // 2 :] = -strength * angles.sin()
 
 
 def lay_out(chat: Chat, demonstration) -> Trajectory:
     """A demonstration as the tokens that a rollout with these answers would have."""
     prompt, turns = demonstration
-    t = Trajectory(0, chat.prompt(prompt))
-    t.step_ids = [-1] * len(t.token_ids)
+    first = chat.prompt(prompt.words, prompt.picture)
+    t = Trajectory(0, list(first), [-1] * len(first), pictures=pictures_of(first))
     for number, (answer, observation) in enumerate(turns):
         ids = chat.tokenizer.encode(answer, add_special_tokens=False)
         action = [*ids, chat.tokenizer.eos_token_id]
         words = []
         if number + 1 < len(turns):
-            words = chat.observation(observation, action)
+            words = chat.observation(observation.words, action, observation.picture)
+        begin = len(t.token_ids) + len(action)
+        t.pictures += [(begin + place, png) for place, png in pictures_of(words)]
         t.token_ids += action + words
         t.step_ids += [number] * len(action) + [-1] * len(words)
         t.steps.append(Step("", answer, True))
@@ -323,20 +433,27 @@ def main():
     world = import_module(f"envs.{args.environment}")
     env = getattr(world, WORLDS[args.environment])(max_steps=args.max_steps)
     demonstrations = demonstrate(env, world.expert, args)
+    seeing = shows_pictures(env)
 
     if args.model:
+        reading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         try:
-            model = read_causal_model(args.model, dtype=torch.float32, use_safetensors=True)
+            if seeing:
+                model = read_seeing_model(args.model, args.model, reading)
+            else:
+                model = read_causal_model(args.model, **reading)
             tokenizer = read_tokenizer(args.model, model, trust=False)
         except ModelError as error:
             refuse("model", args.model, str(error))
     else:
-        tokenizer = new_tokenizer(demonstrations, UNITS[args.environment], args.vocabulary)
-        model = new_model(tokenizer, args)
+        units = UNITS[args.environment]
+        tokenizer = new_tokenizer(demonstrations, units, args.vocabulary, seeing)
+        model = new_seeing_model(tokenizer, args) if seeing else new_model(tokenizer, args)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     policy = Network("policy", model, optimizer, args.run_args.dtype)
-    chat = Chat(tokenizer, [tokenizer.eos_token_id])
+    processor = getattr(model, "picture_processor", None)
+    chat = Chat(tokenizer, [tokenizer.eos_token_id], processor)
     engine = HfEngine("", chat.stop_ids, args)
 
     def evaluate(tasks: list[int], label: str) -> dict:
@@ -375,6 +492,8 @@ def main():
 
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
+    if seeing:
+        processor.processor.save_pretrained(args.out)
     row = evaluate([task for task in env.eval_tasks[:PANEL] for _ in range(2)], "evaluation")
     reached = f"{row['eval/success']:.3f} +- {row['eval/success_error']:.3f}"
     print(f"{args.out}: success {reached} on the evaluation panel")

@@ -25,6 +25,12 @@ SHAPES = {  # Qwen2.5: hidden, intermediate, layers, heads, key-value heads, voc
     "qwen-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "qwen-7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
+SEEING = {  # the language side of Qwen2.5-VL
+    "qwen-vl-3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "qwen-vl-7b": (3584, 18944, 28, 28, 4, 152064, False),
+}
+TOWER = SimpleNamespace(hidden=1280, inner=3420, layers=32, patch=3 * 2 * 14 * 14, merge=2)
+PICTURE_SHARE = 0.25  # of a context's tokens, those that stand for pictures
 CARDS = (24, 48, 80, 141)  # GiB of an RTX 4090, an L40S, an A100 or H100, an H200
 PRM_RANK = 16
 GIB = 2**30
@@ -77,15 +83,7 @@ def predict(
     adapter = shape.layers * sum(a + b for a, b in matrices)  # of rank 1
     number, frozen = 4, 2 if dtype == "bfloat16" else 4
 
-    # What a layer keeps of a token for its backward pass, as torch's saved tensors show it: two
-    # norms with input and output, what the projections read, queries, keys, values, attention's
-    # output, four of the feed-forward's width. bfloat16 has a copy of its input for each
-    # projection, and its norms stay float32.
-    head_norms = q + k if shape.head_norms else 0
-    if dtype == "bfloat16":
-        kept = 4 * 4 * h + 2 * (5 * h + 2 * q + 2 * k + 4 * i) + 6 * head_norms
-    else:
-        kept = 4 * (6 * h + 2 * q + 2 * k + 4 * i + 2 * head_norms)
+    kept = kept_by_layer(h, i, q, k, q + k if shape.head_norms else 0, dtype)
     activations = tokens * (shape.layers + 1) * kept  # and one layer's gradients
     logits = min(tokens * action_share * shape.vocabulary, 2**28)
     logits *= number * 3  # values, softmax, gradient
@@ -99,6 +97,38 @@ def predict(
         "matrices cast to bfloat16": cast,
         "activations": activations,
         "logits": logits,
+    }
+
+
+def kept_by_layer(h: int, i: int, q: int, k: int, head_norms: int, dtype: str) -> int:
+    """What a layer keeps of a token for its backward pass [bytes], as torch's saved tensors show
+    it: two norms with input and output, what the projections read, queries, keys, values,
+    attention's output, four of the feed-forward's width. bfloat16 has a copy of its input for each
+    projection, and its norms stay float32."""
+    if dtype == "bfloat16":
+        return 4 * 4 * h + 2 * (5 * h + 2 * q + 2 * k + 4 * i) + 6 * head_norms
+    return 4 * (6 * h + 2 * q + 2 * k + 4 * i + 2 * head_norms)
+
+
+def predict_tower(shape, tokens: int, lora_rank: int, prm_rank: int, freeze: bool) -> dict:
+    """What the vision tower adds to predict's parts, in bfloat16, if no picture of the
+    PICTURE_SHARE of the tokens returns. freeze: --freeze-vision, where it has weights alone."""
+    h, i, four = TOWER.hidden, TOWER.inner, TOWER.hidden * TOWER.merge**2
+    matrices = [(h, 3 * h), (h, h), (h, i), (h, i), (i, h)]
+    merger = [(four, four), (four, shape.hidden)]
+    dense = TOWER.layers * sum(a * b for a, b in matrices) + TOWER.patch * h
+    dense += sum(a * b for a, b in merger)
+    adapter = TOWER.layers * sum(a + b for a, b in matrices) + sum(a + b for a, b in merger)
+    patches = tokens * PICTURE_SHARE * TOWER.merge**2
+    activations = patches * (TOWER.layers + 1) * kept_by_layer(h, i, h, h, 0, "bfloat16")
+    prm = 0 if lora_rank else dense * 2
+    if freeze:
+        return {"policy": dense * (2 if lora_rank else 4), "PRM": prm}
+    return {
+        "policy": dense * (2 if lora_rank else 16) + 16 * adapter * lora_rank,
+        "PRM": prm + 16 * adapter * prm_rank,
+        "matrices cast to bfloat16": 0 if lora_rank else dense * 2,
+        "activations": activations,
     }
 
 
@@ -202,13 +232,19 @@ def predicted_lines() -> list[str]:
     """The table of the cards, a row for each shape and what trains."""
     titles = "model | trains | weights that train, moments | frozen | activations, logits | engine"
     lines = [f"| {titles} | total | card |", f"|{'---|' * 8}"]
-    for name, (h, i, layers, heads, keys, vocabulary, tied) in SHAPES.items():
+    for name, (h, i, layers, heads, keys, vocabulary, tied) in (SHAPES | SEEING).items():
         sizes = dict(hidden=h, inner=i, layers=layers, queries=h, keys=h // heads * keys)
         sizes |= dict(vocabulary=vocabulary, tied=tied, head_norms=False)
         shape = SimpleNamespace(**sizes)
         engine = predict(shape, 0, 0, 1, 0, "bfloat16")["policy"] / GIB
-        for rank in (0, 64):
+        if name in SEEING:
+            engine += predict_tower(shape, 0, 1, 0, True)["policy"] / GIB
+        ways = [(0, False), (64, False)] + [(0, True), (64, True)] * (name in SEEING)
+        for rank, freeze in ways:
             parts = predict(shape, 8192, 0.25, rank, PRM_RANK, "bfloat16")
+            if name in SEEING:
+                tower = predict_tower(shape, 8192, rank, PRM_RANK, freeze)
+                parts = {key: value + tower.get(key, 0) for key, value in parts.items()}
             parts = {key: value / GIB for key, value in parts.items()}
             work = parts["activations"] + parts["logits"]
             frozen = engine if rank else parts["PRM"]
@@ -218,6 +254,7 @@ def predicted_lines() -> list[str]:
             cards = (f"{card} GiB" for card in CARDS if max(total * 1.1, awake) <= card)
             numbers = " | ".join(f"{x:.1f}" for x in (trained, frozen, work, engine, total))
             trains = f"LoRA {rank}" if rank else "all"
+            trains += " of the language side" * freeze
             lines.append(f"| {name} | {trains} | {numbers} | {next(cards, 'none of one')} |")
     return lines
 
@@ -243,7 +280,8 @@ def main() -> None:
     if "smollm2" in arguments.models and not arguments.smollm2:
         sys.exit("--models smollm2: --smollm2 says where it is")
 
-    setting = "bfloat16, 8,192 tokens at a time, a quarter of them actions, GiB"
+    setting = "bfloat16, 8,192 tokens at a time, a quarter of them actions"
+    setting += " (qwen-vl: and a quarter of pictures), GiB"
     lines = [f"`python {' '.join(sys.argv)}`", "", "Measured and predicted, MiB:", ""]
     lines += measured_lines(arguments)
     lines += ["", f"Predicted for a GPU, {setting}:", "", *predicted_lines()]

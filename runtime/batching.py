@@ -18,6 +18,7 @@ class Sequence(NamedTuple):
     ids: torch.Tensor  # [T]
     steps: torch.Tensor  # [T] the step, of the batch's S, whose action a token belongs to; else -1
     tokens: torch.Tensor  # [k] the places of its action tokens among the batch's K
+    pictures: list = ()  # (place of its first token, PNG) of each, where the world shows pictures
 
 
 class MicroBatch(NamedTuple):
@@ -27,6 +28,7 @@ class MicroBatch(NamedTuple):
     steps: torch.Tensor  # [B, T] as a sequence's; -1 where it is padded
     tokens: torch.Tensor  # [k] the places of the action tokens among the batch's K
     lengths: torch.Tensor  # [B] of the rows, without their padding
+    pictures: list = ()  # (row, place of its first token, PNG) of each
     recompute: bool = False  # its graph has no room: it is computed again in the backward pass
 
 
@@ -44,7 +46,8 @@ def flat_tensors(trajectories: list) -> dict:
             acting = [s for s in numbered if s >= 0]
             tokens = torch.arange(len(token_step), len(token_step) + len(acting))
             ids = torch.tensor(t.token_ids[start:end])
-            sequences.append(Sequence(ids, torch.tensor(numbered), tokens))
+            pictures = [(at - start, png) for at, png in t.pictures if start <= at < end]
+            sequences.append(Sequence(ids, torch.tensor(numbered), tokens, pictures))
             token_step += acting
         step_traj += [number] * len(t.steps)
 
@@ -66,6 +69,7 @@ def padded(sequences: list[Sequence], recompute: bool = False) -> MicroBatch:
         steps=pad_sequence([s.steps for s in sequences], batch_first=True, padding_value=-1),
         tokens=torch.cat([s.tokens for s in sequences]),
         lengths=torch.tensor([len(s.ids) for s in sequences]),
+        pictures=[(row, *picture) for row, s in enumerate(sequences) for picture in s.pictures],
         recompute=recompute,
     )
 
@@ -103,8 +107,12 @@ def micro_batches(network: Network, batch, args, only=None, label: str = ""):
 
     missing = processes.most_parts(packs) - len(mine)
     for _ in range(missing if processes.is_sharded(network.model) else 0):
-        ids = torch.zeros(1, 2, dtype=torch.long)
-        nothing = MicroBatch(ids, torch.full_like(ids, -1), ids[0, :0], torch.tensor([2]))
+        first = batch.sequences[0]
+        ids = torch.zeros(2, dtype=torch.long)
+        if first.pictures:  # the tower's weights are gathered too
+            ids = first.ids
+        steps = torch.full_like(ids, -1)
+        nothing = padded([Sequence(ids, steps, ids[:0], first.pictures)])
         logprobs = action_logprobs(network, nothing, args)  # [0]
         if torch.is_grad_enabled():
             logprobs.sum().backward()

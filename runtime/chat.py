@@ -1,13 +1,18 @@
 """The token layout of a conversation, taken once from the tokenizer's chat template."""
 
+import sys
+
+from runtime.pictures import Context, joined
+
 
 class Chat:
-    """Tokens of prompts, observations and answers.
+    """Tokens of prompts, observations and answers; a picture stands before the words beside it.
 
     Words of the environment are encoded as plain text: a template's token that stands in them does
-    not become control. Nothing that was sampled is ever tokenised again."""
+    not become control. Nothing that was sampled is ever tokenised again. processor: the model's
+    runtime.pictures.PictureProcessor, where the world shows pictures."""
 
-    def __init__(self, tokenizer, stop_ids: list[int]):
+    def __init__(self, tokenizer, stop_ids: list[int], processor=None):
         marks = ["<mark one>", "<mark two>", "<mark three>"]
         roles = ["user", "assistant", "user"]
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
@@ -22,19 +27,43 @@ class Chat:
         self.head = tokenizer.encode(head, add_special_tokens=False)
         self.between = tokenizer.encode(between, add_special_tokens=False)
         self.answer = tokenizer.encode(answer, add_special_tokens=False)
-        self.tokenizer, self.stop_ids = tokenizer, stop_ids
+        self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
+        if processor:
+            self.before, self.after = self.picture_frame(head, marks[0])
 
-    def prompt(self, text: str) -> list[int]:
-        """From the start to where the agent answers."""
+    def picture_frame(self, head: str, mark: str) -> tuple[list[int], list[int]]:
+        """What the template has before and after the token that stands for a picture."""
+        content = [{"type": "image"}, {"type": "text", "text": mark}]
+        turn = {"role": "user", "content": content}
+        layout = self.tokenizer.apply_chat_template([turn], tokenize=False)
+        shown = layout.removeprefix(head).split(mark)[0]
+        ids = self.tokenizer.encode(shown, add_special_tokens=False)
+        if ids.count(self.processor.image_token) != 1 or not layout.startswith(head):
+            sys.exit(
+                f"--model {self.processor.model}: its chat template has no place for a picture"
+            )
+        place = ids.index(self.processor.image_token)
+        return ids[:place], ids[place + 1 :]
+
+    def message(self, text: str, picture: bytes | None) -> list[int]:
+        """A picture, if there is one, the words beside it, and what follows until the agent
+        answers."""
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
         words = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return self.head + words + self.answer
+        if picture is None:
+            return words + self.answer
+        shown = Context(self.processor.tokens(picture), [(0, picture)])
+        return joined([self.before, shown, self.after + words + self.answer])
 
-    def observation(self, text: str, action: list[int]) -> list[int]:
+    def prompt(self, text: str, picture: bytes | None = None) -> list[int]:
+        """From the start to where the agent answers."""
+        return joined([self.head, self.message(text, picture)])
+
+    def observation(self, text: str, action: list[int], picture: bytes | None = None) -> list[int]:
         """From the end of an action to where the agent answers again; its stop token is not fed
         twice."""
         stopped = action[-1] == self.between[0]
-        return self.between[stopped:] + self.prompt(text)[len(self.head) :]
+        return joined([self.between[stopped:], self.message(text, picture)])
 
     def response(self, action: list[int]) -> str:
         """The text of an action, without its stop token."""

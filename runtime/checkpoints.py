@@ -96,6 +96,8 @@ def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokeni
         assert_finite(state.items())
         plain(policy.model).save_pretrained(draft / "policy", state_dict=dense)
         tokenizer.save_pretrained(draft / "policy")
+        if hasattr(plain(policy.model), "picture_processor"):
+            plain(policy.model).picture_processor.processor.save_pretrained(draft / "policy")
         for network in networks:
             if network is not policy:  # peft adds the adapter's name to the path
                 network.model.save_pretrained(draft, selected_adapters=[network.name])

@@ -9,6 +9,7 @@ Contexts and samples are lists of token ids; nothing is tokenised here.
 """
 
 import gc
+import hashlib
 import logging
 import os
 import warnings
@@ -16,9 +17,11 @@ import warnings
 from runtime import processes
 from runtime.models import first_line
 from runtime.networks import assert_finite, is_adapted, plain, policy_weights
+from runtime.pictures import Album, never_sampled, opened, pictures_of
 from runtime.terminal import warn
 
 import torch
+from torch.nn.functional import pad
 
 
 class EngineError(RuntimeError):
@@ -46,21 +49,31 @@ class HfEngine:
 
     def sleep(self) -> None:
         """Leave the memory to the trainer; nothing that was read is kept."""
+        self.forget()
+        self.album = None  # of a model that sees: the pictures of contexts since the last load
+
+    def forget(self) -> None:
+        """Empty the cache of keys and values."""
         self.cache, self.seen = None, torch.zeros(0, 0)
         self.rows = []  # (context, the same with its sample) of each row of the cache
+        self.shift = 0  # [B, 1] by how much positions differ from places, where there are pictures
 
     def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
         if not contexts:
             return []
         if is_adapted(self.model):
             self.model.set_adapter("policy")
+        if any(map(pictures_of, contexts)):
+            self.album = self.album or Album(plain(self.model))
+            with torch.no_grad(), self.autocast():
+                contexts = self.album.numbered(contexts)
         longest = max(map(len, contexts)) + self.args.max_action_tokens
         if len(contexts) <= self.fitting(2 * longest):  # half of the columns may be hidden ones
             return self.sample(contexts, temperature)
 
         samples, most = [], self.fitting(longest)
         for i in range(0, len(contexts), most):
-            self.sleep()
+            self.forget()
             samples += self.sample(contexts[i : i + most], temperature)
         return samples
 
@@ -118,14 +131,29 @@ class HfEngine:
         ids = [[0] * (longest - len(c)) + [*c] for c in new]
         real = [[False] * (longest - len(c)) + [True] * len(c) for c in new]
         ids, real = torch.tensor(ids, device=device), torch.tensor(real, device=device)
-        for part in zip(ids.split(512, 1), real.split(512, 1)):  # bounds activations and mask
-            logprobs = self.forward(*part, temperature)
+        places = [None] * longest
+        if self.album:
+            places = self.place(list(numbers), longest).split(512, 2)
+        parts = zip(ids.split(512, 1), real.split(512, 1), places)  # bounds activations and mask
+        for part_ids, part_real, part_places in parts:
+            logprobs = self.forward(part_ids, part_real, temperature, part_places)
 
         if len(numbers) < len(contexts):
             rows = torch.tensor([numbers[tuple(context)] for context in contexts], device=device)
             self.cache.reorder_cache(rows)
             self.seen, logprobs = self.seen[rows], logprobs[rows]
+            if self.album:
+                self.shift = self.shift[rows]
         return logprobs
+
+    def place(self, contexts: list[list[int]], width: int) -> torch.Tensor:
+        """Positions [3, B, width] of the contexts' last tokens, on the right; and self.shift, for
+        what is sampled after them."""
+        places = [self.album.positions(context) for context in contexts]  # [3, T] of each
+        after = [[int(p.max()) + 1 - p.shape[1]] for p in places]
+        self.shift = torch.tensor(after, device=self.model.device)  # [B, 1]
+        rows = [pad(p, (max(0, width - p.shape[1]), 0))[:, -width:] for p in places]
+        return torch.stack(rows, 1).to(self.model.device)
 
     def reuse(self, contexts: list[list[int]]) -> None:
         """Leave in the cache what these contexts share with the rows that it has, or empty it."""
@@ -157,23 +185,32 @@ class HfEngine:
         self.seen = self.seen[rows]
         self.seen &= self.seen.cumsum(1) <= torch.tensor(common, device=device)[:, None]
 
-    def forward(self, ids, real, temperature: float) -> torch.Tensor:
-        """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` [B, n] are
-        the row's own."""
-        causal, self.seen = plain(self.model), torch.cat([self.seen, real], 1)
-        positions = (self.seen.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    def autocast(self):
         bfloat16 = self.args.run_args.dtype == "bfloat16"
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=bfloat16):
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=bfloat16)
+
+    def forward(self, ids, real, temperature: float, places=None) -> torch.Tensor:
+        """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` [B, n] are
+        the row's own; places [3, B, n]: their positions where there are pictures among them."""
+        causal, self.seen = plain(self.model), torch.cat([self.seen, real], 1)
+        if places is None:
+            places = (self.seen.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self.shift
+        with self.autocast():
+            inputs = {"input_ids": ids}
+            if self.album:
+                inputs = {"inputs_embeds": self.album.embeddings(ids)}
             output = causal.base_model(
-                input_ids=ids,
+                **inputs,
                 attention_mask=self.seen.long(),
-                position_ids=positions,
+                position_ids=places,
                 past_key_values=self.cache,
                 use_cache=True,
             )
             hidden = output.last_hidden_state[:, -1]
-            logits = causal.get_output_embeddings()(hidden / (temperature or 1.0))
-        return logits.float().log_softmax(-1)
+            logits = causal.get_output_embeddings()(hidden / (temperature or 1.0)).float()
+        for token in never_sampled(causal.config):
+            logits[:, token] = -torch.inf
+        return logits.log_softmax(-1)
 
 
 class VllmEngine:
@@ -183,9 +220,12 @@ class VllmEngine:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(args.run_args.engine_memory))
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it reads its own level
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # about torch
+        from transformers import AutoConfig
         from vllm import LLM, SamplingParams
 
         self.cuda = torch.cuda.is_available()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.run_args.trust_remote_code)
+        self.image_token = getattr(config, "image_token_id", None)  # of a model that sees
         settings = dict(
             dtype=args.run_args.dtype,
             seed=args.seed,
@@ -202,6 +242,13 @@ class VllmEngine:
         else:
             # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
+        if self.image_token is not None:
+            from runtime.vllm_pictures import read_without_torchvision
+
+            read_without_torchvision()
+            # what a picture becomes is asked of the tokenizer; one that many steps show is kept
+            settings |= dict(skip_tokenizer_init=False, mm_device_do_normalize=False)
+            settings |= dict(limit_mm_per_prompt={"image": args.max_steps, "video": 0})
         if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
             settings |= dict(distributed_executor_backend="external_launcher")
         self.engine, self.restarts = lambda: LLM(path, **settings), 0
@@ -214,6 +261,8 @@ class VllmEngine:
             detokenize=False,
             skip_clone=True,  # a deep copy for each request is a twentieth of a rollout
         )
+        if never := never_sampled(config):
+            limits["logit_bias"] = dict.fromkeys(never, -100.0)  # the most that vLLM takes
         self.sampling = lambda temperature: SamplingParams(temperature=temperature, **limits)
 
     def start(self):
@@ -226,7 +275,7 @@ class VllmEngine:
     def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
         if not contexts:
             return []
-        prompts = [{"prompt_token_ids": ids} for ids in contexts]
+        prompts = [self.prompt(context) for context in contexts]
         try:
             outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
         except Exception as error:  # a new engine takes its place once in a run
@@ -251,8 +300,26 @@ class VllmEngine:
             samples.append((ids, [place[i].logprob for i, place in zip(ids, places)]))
         return samples
 
+    def prompt(self, context: list[int]) -> dict:
+        """A context as vLLM takes it: one image token for each picture, which it expands."""
+        pictures = pictures_of(context)
+        if not pictures:
+            return {"prompt_token_ids": context}
+        ids, shown = [], [place for place, _ in pictures]
+        for place, token in enumerate(context):
+            if token != self.image_token or place in shown:
+                ids.append(token)
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"image": [opened(png) for _, png in pictures]},
+            "multi_modal_uuids": {
+                "image": [hashlib.sha256(png).hexdigest() for _, png in pictures]
+            },
+        }
+
     def load(self, model) -> None:
-        """Take the policy's weights, and forget the prefixes that the old ones computed."""
+        """Take the policy's weights, and forget the prefixes and the pictures that the old ones
+        computed."""
         assert_finite(policy_weights(model))
         self.model = model
         if self.cuda:
@@ -261,6 +328,9 @@ class VllmEngine:
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(self.repack_tied_head)
         self.llm.reset_prefix_cache()
+        if self.image_token is not None:
+            self.llm.reset_mm_cache()
+            self.llm.llm_engine.reset_encoder_cache()
 
     @staticmethod
     def repack_tied_head(model) -> None:

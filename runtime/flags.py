@@ -212,7 +212,7 @@ def check(args, env) -> str:
     if run_args.engine == "vllm" and not find_spec("vllm"):
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
     check_writable("runs_dir", run_args.runs_dir)
-    return check_model(args)
+    return check_model(args, env)
 
 
 def refuse(name: str, value, reason: str) -> None:
@@ -236,7 +236,7 @@ def check_writable(flag: str, directory: str) -> None:
         refuse(flag, directory, f"cannot be written ({error.strerror})")
 
 
-def check_model(args) -> str:
+def check_model(args, env) -> str:
     """The directory or hub name of --model, whose configuration and files were looked at."""
     places = Path(args.model), ROOT / args.model
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
@@ -250,6 +250,7 @@ def check_model(args) -> str:
     if trust:
         runs = f"runs whatever program comes with {args.model}"
         print(f"warning: --trust-remote-code {runs}", file=sys.stderr)
+    check_sight(path, args, env)
     if args.max_context_tokens > longest:
         reason = f"--model {args.model} was made for {longest}"
         refuse("max_context_tokens", args.max_context_tokens, reason)
@@ -281,13 +282,29 @@ def positions_of(path: str, model: str, trust: bool) -> int:
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        return config.max_position_embeddings
+        return config.get_text_config().max_position_embeddings
     except Exception as error:  # hub, file system and configuration have no common class
         if "trust_remote_code" in str(error):
             reason = "it brings a program of its own, which only --trust-remote-code runs"
             refuse("model", model, reason)
         first = str(error).splitlines()[0]
         refuse("model", model, f"no model, in a directory or on the hub ({first})")
+
+
+def check_sight(path: str, args, env) -> None:
+    """Where the world shows pictures, refuse a model that does not see them, or not as they are;
+    where it shows none, one that is made for them."""
+    from runtime.pictures import PictureProcessor, shows_pictures
+
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=args.run_args.trust_remote_code)
+    if shows_pictures(env):
+        picture = env.reset(env.eval_tasks[0]).picture
+        PictureProcessor(path, config, args.model).patches(picture)
+    elif hasattr(config, "vision_config"):
+        reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"
+        refuse("model", args.model, reason)
 
 
 def check_safetensors(path: Path, model: str) -> None:

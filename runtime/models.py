@@ -91,15 +91,16 @@ def check_headers(path: Path, layers: int) -> None:
         raise ModelError(f"config.json: num_hidden_layers is {layers}, and {tensors}")
 
 
-def read_causal_model(path: str, **reading):
-    """transformers' causal language model, with all of its weights. Raises ModelError where some
-    are missing, have another shape or are not finite."""
-    from transformers import AutoModelForCausalLM
+def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
+    """transformers' causal language model, with all of its weights; kind: the name of the class
+    that reads it. Raises ModelError where weights are missing, have another shape or are not
+    finite."""
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # its table of missing weights is a line of ours
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = getattr(transformers, kind).from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **reading
         )
     except Exception as error:  # each part of it has its own
@@ -143,7 +144,7 @@ def stop_ids_of(model, tokenizer) -> list[int]:
     return sorted({end for end in (tokenizer.eos_token_id, *ends) if type(end) is int})
 
 
-def read_chat(tokenizer, stop_ids: list[int], name: str) -> Chat:
+def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat:
     """The layout of a conversation. Where nothing ends an answer, the mark that the template has
     there does, which is said; ModelError where there is none, or no template that can be used."""
     if not tokenizer.chat_template:
@@ -151,7 +152,7 @@ def read_chat(tokenizer, stop_ids: list[int], name: str) -> Chat:
         raise ModelError(f"{missing}: take an instruct model, or add one")
     try:
         with time_limit(5):
-            chat = Chat(tokenizer, stop_ids)
+            chat = Chat(tokenizer, stop_ids, processor)
     except Exception as error:  # a template is a program, and may do anything
         raise ModelError(f"its chat template cannot be used ({first_line(error)})") from error
     if not stop_ids:

@@ -3,6 +3,7 @@
 import math
 
 from runtime import processes
+from runtime.pictures import has_frozen_tower, never_sampled, picture_inputs
 from runtime.terminal import warn
 
 import torch
@@ -28,10 +29,13 @@ def trainable(model) -> list[torch.nn.Parameter]:
 
 def add_adapter(model, name: str, rank: int):
     """The model, computing with one more LoRA adapter on the same base weights and training it
-    alone. The adapter starts as the identity."""
+    alone. The adapter starts as the identity. A frozen vision tower gets none."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    layers = {"target_modules": "all-linear"}
+    if has_frozen_tower(plain(model)):
+        layers["exclude_modules"] = r".*\bvisual\..*"
+    config = LoraConfig(r=rank, lora_alpha=rank, task_type="CAUSAL_LM", **layers)
     if not is_adapted(model):
         return get_peft_model(model, config, adapter_name=name)
     model.add_adapter(name, config)
@@ -64,14 +68,19 @@ class Network:
             self.model.set_adapter(self.name)
         return self.model
 
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+    def hidden(self, ids: torch.Tensor, pictures=()) -> torch.Tensor:
         """The last hidden states [B, T, H] of ids [B, T], padded on the right: causal attention
-        never looks there, so there is no mask."""
-        return plain(self.model).base_model(input_ids=ids, use_cache=False).last_hidden_state
+        never looks there, so there is no mask. pictures: (row, place, PNG) of each."""
+        causal = plain(self.model)
+        inputs = {"input_ids": ids}
+        if pictures:
+            inputs = picture_inputs(causal, ids, pictures)
+        return causal.base_model(**inputs, use_cache=False).last_hidden_state
 
     def token_logprobs(self, micro, is_action: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probabilities [k] of the tokens of micro.ids [B, T] where is_action [B, T-1] says
-        that position t predicts one. The softmax is float32, and of the whole vocabulary.
+        that position t predicts one. The softmax is float32, and of the whole vocabulary but the
+        tokens of pictures and films, which the engine never samples either.
 
         The head runs only there, never on [T, vocabulary]. Of many such tokens it takes a
         gigabyte's worth of logits at a time, and computes them again in the backward pass; so it
@@ -80,15 +89,18 @@ class Network:
         causal = plain(model)
         ids = micro.ids.to(model.device)
         is_action = is_action.to(model.device)
-        chunk = max(1, 2**28 // causal.config.vocab_size)
+        chunk = max(1, 2**28 // causal.config.get_text_config().vocab_size)
+        never = torch.tensor(never_sampled(causal.config), dtype=torch.long, device=ids.device)
 
         def head(hidden, targets):  # [c, H], [c] -> [c]
             logits = causal.get_output_embeddings()(hidden / temperature).float()  # [c, vocabulary]
+            if len(never):
+                logits = logits.index_fill(1, never, -torch.inf)
             return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
         def forward():  # -> [k]
             with self.autocast():
-                hidden = self.hidden(ids)[:, :-1][is_action].split(chunk)
+                hidden = self.hidden(ids, micro.pictures)[:, :-1][is_action].split(chunk)
                 targets = ids[:, 1:][is_action].split(chunk)
                 if len(hidden) == 1:
                     return head(hidden[0], targets[0])

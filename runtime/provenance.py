@@ -23,10 +23,10 @@ PACKAGES = (
 def provenance(args, model: str, env, eval_env) -> dict:
     """An entry of run.json, for one start of a run.
 
-    The hashes are of the model's files, the data's files and the prompts of the evaluation panel; a
-    run is not taken up where they differ."""
+    The hashes are of the model's files, the data's files and the prompts (with their pictures) of
+    the evaluation panel; a run is not taken up where they differ."""
     tasks = eval_env.eval_tasks[: args.run_args.eval_tasks]
-    prompts = "\0".join(eval_env.reset(task).prompt for task in tasks)
+    prompts = "\0".join(shown(eval_env.reset(task)) for task in tasks)
     hashes = {
         "model": hash_files(Path(model)),
         "data": hash_files(getattr(env, "data", None)),
@@ -50,6 +50,12 @@ def provenance(args, model: str, env, eval_env) -> dict:
         "hardware": hardware,
         "hashes": hashes,
     }
+
+
+def shown(episode) -> str:
+    """An episode's prompt, with the hash of the picture beside it, if there is one."""
+    picture = getattr(episode, "picture", None)
+    return episode.prompt + (hashlib.sha256(picture).hexdigest() if picture else "")
 
 
 def installed() -> dict[str, str]:

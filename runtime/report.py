@@ -1,5 +1,6 @@
 """What episodes were like, the lines of the terminal, and curve.png."""
 
+import hashlib
 import io
 import json
 from collections import Counter
@@ -71,17 +72,44 @@ def mean(values: list) -> float:
     return sum(values) / len(values)
 
 
-def episode_lines(row: dict, trajectories: list, columns: dict[str, torch.Tensor]) -> list[str]:
+def seen_pictures(t) -> list[bytes]:
+    """The PNG that each step of a trajectory of pictures answers: the last before its action."""
+    firsts = [t.step_ids.index(step) for step in range(len(t.steps))]
+    return [[png for place, png in t.pictures if place < first][-1] for first in firsts]
+
+
+def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
+    """Write the pictures of these episodes to runs/NAME/pictures, each once, while there are at
+    most so many: {PNG: its path in the run} of those that are there."""
+    directory = run / "pictures"
+    directory.mkdir(exist_ok=True)
+    there = {f"pictures/{file.name}" for file in directory.glob("*.png")}
+    named = {}
+    for png in dict.fromkeys(png for t in trajectories for png in seen_pictures(t)):
+        name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
+        if name not in there and len(there) < most:
+            (run / name).write_bytes(png)
+            there.add(name)
+        if name in there:
+            named[png] = name
+    return named
+
+
+def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -> list[str]:
     """A line of episodes.jsonl for each trajectory (docs/episodes.md); its steps get their entry of
-    every column [S]."""
+    every column [S], and where the world shows pictures the path of theirs, null if it was not
+    kept."""
     numbers = {name: iter(values.tolist()) for name, values in columns.items()}
     lines = []
     for t in trajectories:
         steps = []
-        for step in t.steps:
+        seen = seen_pictures(t) if t.pictures else []
+        for number, step in enumerate(t.steps):
             told = {"observation": step.observation, "action": step.action, "valid": step.valid}
             told |= {"reward": step.game_reward, "progress": step.progress}
             told |= {"tokens": len(step.engine_logprobs), "logprob": sum(step.engine_logprobs)}
+            if seen:
+                told["picture"] = (pictures or {}).get(seen[number])
             steps.append(told | {name: next(values) for name, values in numbers.items()})
         episode = {
             "version": EPISODE_VERSION,

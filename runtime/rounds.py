@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 
+from runtime.pictures import joined, pictures_of
 from runtime.terminal import warn
 
 from tqdm import tqdm
@@ -16,7 +17,8 @@ class Player:
     """An episode that is being played.
 
     episode: the environment's; trajectory: what is kept of it; observation: the words that the
-    agent answers next; turns: tokens of the prompt, then of action and observation of each turn."""
+    agent answers next; turns: tokens of the prompt, then of action and observation of each turn. An
+    episode with a `picture` shows it beside its words."""
 
     def __init__(self, episode, trajectory, chat):
         self.episode, self.trajectory, self.chat = episode, trajectory, chat
@@ -27,17 +29,27 @@ class Player:
         """o_1:t as tokens: the prompt and all turns, or with `history` the last so many."""
         if not self.turns:  # only now: who speaks second in a conversation has heard the opening
             self.observation = self.episode.prompt
-            self.turns = [self.chat.prompt(self.observation)]
+            self.turns = [self.chat.prompt(self.observation, self.picture)]
         recent = self.turns[1:][-history:]  # [-0:] is all of them
-        return sum(recent, self.turns[0])
+        return joined([self.turns[0], *recent])
+
+    @property
+    def picture(self) -> bytes | None:
+        """The PNG of what the episode shows now; None where its world has words alone."""
+        return getattr(self.episode, "picture", None)
 
     def append_tokens(self, context: list[int], action: list[int], history: int) -> None:
         """Append the next step's tokens to the trajectory: what the engine saw and sampled. With
         `history` every step is a sequence of its own."""
         t = self.trajectory
+        if self.chat.processor:
+            self.chat.processor.refuse_sampled(action)
         if history and t.steps:
             t.starts.append(len(t.token_ids))
-        words = context[len(t.token_ids) - t.starts[-1] :]
+        known = len(t.token_ids) - t.starts[-1]
+        new = [(place, png) for place, png in pictures_of(context) if place >= known]
+        t.pictures += [(t.starts[-1] + place, png) for place, png in new]
+        words = context[known:]
         t.token_ids += words + action
         t.step_ids += [-1] * len(words) + [len(t.steps)] * len(action)
         sequence = t.token_ids[t.starts[-1] :]
@@ -54,7 +66,8 @@ class Player:
 
     def hear(self, action: list[int], observation: str) -> None:
         """The environment's answer to an action."""
-        self.turns.append(action + self.chat.observation(observation, action))
+        answered = self.chat.observation(observation, action, self.picture)
+        self.turns.append(joined([action, answered]))
         self.observation = observation
 
 
@@ -68,8 +81,8 @@ def rounds(players: list[Player], args, label: str):
     prompts, SystemExit where a prompt alone is too long."""
     if not players:
         raise RuntimeError("no episode could be started")
-    prompts = {p.trajectory.task: p.episode.prompt for p in players}
-    alike = all(prompts[p.trajectory.task] == p.episode.prompt for p in players)
+    prompts = {p.trajectory.task: (p.episode.prompt, p.picture) for p in players}
+    alike = all(prompts[p.trajectory.task] == (p.episode.prompt, p.picture) for p in players)
     assert alike, "a group's first observations differ"
 
     with tqdm(total=len(players), desc=label, leave=False, disable=None, unit="episode") as bar:

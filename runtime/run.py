@@ -6,6 +6,7 @@
     runs/NAME/episodes.jsonl    a row per trajectory: each step's text, validity, rewards, advantage
     runs/NAME/eval_episodes.jsonl    the same of the evaluation panel, without advantages
     runs/NAME/view.html         the run as a page, at its end: viewer.py
+    runs/NAME/pictures/         what the steps saw, where the world shows pictures: each once
     runs/NAME/curve.png         success and return, against iterations and minutes of training
     runs/NAME/checkpoints/      checkpoints.py
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite
@@ -50,6 +51,7 @@ from runtime.models import (
     stop_ids_of,
 )
 from runtime.networks import Network, add_adapter
+from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
 
 import numpy as np
@@ -124,7 +126,9 @@ class Run:
         model = self.read_model(dtype)
         try:
             self.tokenizer = read_tokenizer(self.model_path, model, trust)
-            chat = read_chat(self.tokenizer, stop_ids_of(model, self.tokenizer), args.model)
+            processor = getattr(model, "picture_processor", None)
+            stop_ids = stop_ids_of(model, self.tokenizer)
+            chat = read_chat(self.tokenizer, stop_ids, args.model, processor)
         except ModelError as error:
             refuse("model", args.model, str(error))
 
@@ -144,11 +148,17 @@ class Run:
         return self.policy_model, self.engine, chat
 
     def read_model(self, dtype: torch.dtype):
-        """The causal language model of --model."""
+        """The causal language model of --model, one that sees where the world shows pictures."""
+        reading = self.reading | {"dtype": dtype}
         try:
-            return read_causal_model(self.model_path, **self.reading | {"dtype": dtype})
+            if not shows_pictures(self.env):
+                return read_causal_model(self.model_path, **reading)
+            model = read_seeing_model(self.model_path, self.args.model, reading)
         except ModelError as error:
             refuse("model", self.args.model, str(error))
+        if self.args.freeze_vision:
+            model.base_model.visual.requires_grad_(False)
+        return model
 
     def load_adapter(self, name: str, rank: int):
         """The initial model with a LoRA adapter of this name and rank. A LoRA policy has the same
@@ -242,8 +252,12 @@ class Run:
             columns |= report.step_ratios(trajectories, self.networks[0], kind, clip)
         self.rows.append(self.row)
         if processes.rank() == 0:
-            episodes = report.episode_lines(self.row, trajectories, columns)
-            panel = report.episode_lines(self.row, self.panel, {})
+            pictures = {}
+            if shows_pictures(self.env):
+                most = self.args.world.saved_pictures
+                pictures = report.save_pictures(trajectories, self.path, most)
+            episodes = report.episode_lines(self.row, trajectories, columns, pictures)
+            panel = report.episode_lines(self.row, self.panel, {}, pictures)
             append(self.path / "episodes.jsonl", episodes)
             append(self.path / "eval_episodes.jsonl", panel)
             append(self.path / "metrics.jsonl", [to_json(self.row)])

@@ -49,7 +49,8 @@ def scripts_with(*names: str) -> list[str]:
 
 
 TRAINERS = scripts_with("policy_update", "main")
-PANEL = {"sokoban": 128, "webshop": 500, "sotopia": 128}  # evaluation tasks of an environment
+# evaluation tasks of an environment
+PANEL = {"visual_sokoban": 128, "sokoban": 128, "webshop": 500, "sotopia": 128}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,7 +85,7 @@ def environment(script: str) -> str:
 
 def default_model(script: str) -> Path:
     """What --model is where it is not given."""
-    return ROOT / "models" / f"tiny-{environment(script)}"
+    return ROOT / "models" / f"tiny-{environment(script)}".replace("_", "-")
 
 
 # Scripts that can be started with no flag; where a model is not made yet, its scripts are left to
@@ -94,9 +95,17 @@ READY = [script for script in TRAINERS if default_model(script).is_dir()]
 
 def positions(script: str) -> int:
     """The longest sequence that the script's default model was made for."""
-    return json.loads((default_model(script) / "config.json").read_text())[
-        "max_position_embeddings"
-    ]
+    config = json.loads((default_model(script) / "config.json").read_text())
+    return config.get("text_config", config)["max_position_embeddings"]
+
+
+def read_model(path):
+    """The model of a directory, one that sees or one of words alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    seeing = "vision_config" in json.loads((Path(path) / "config.json").read_text())
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    return kind.from_pretrained(path)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ started.
 
 The first process writes {network.name: by how much a parameter was moved (plain gradient descent,
 rate 1)} and the numbers that the updates told. Every process has the same random model and the same
-trajectories."""
+trajectories; those of a visual script have a model that sees, and pictures."""
 
 import os
 import sys
@@ -27,7 +27,15 @@ def main(script: str, out: str | Path) -> None:
     processes.start(args)
 
     torch.manual_seed(processes.rank())  # what is drawn is the first process's
-    batch = module.flatten(random_trajectories(module, groups=3))
+    build, trajectories = random_model, random_trajectories(module, groups=3)
+    if "_visual_" in script:
+        import test_pictures
+
+        _, chat = test_pictures.seeing()
+        build = lambda _: test_pictures.seeing()[0]  # noqa: E731
+        samples = test_pictures.answered(chat, test_pictures.contexts_of(chat))
+        trajectories = test_pictures.trajectories_of(samples)
+    batch = module.flatten(trajectories)
     draw = torch.Generator().manual_seed(0)
     advantages = torch.randn(len(batch.step_traj), generator=draw)
     advantages[batch.step_traj < 2] = 0.0  # sequences that stay out
@@ -46,13 +54,13 @@ def main(script: str, out: str | Path) -> None:
         for key, p in weights.items():
             moved[f"{name}.{key}"] = processes.whole(p.detach()) - before[key]
 
-    policy, weights = trains("policy", processes.shard(random_model(0)))
+    policy, weights = trains("policy", processes.shard(build(0)))
     old = batch_logprobs(policy, batch, args)
     old = old - 0.1 * torch.rand(len(old), generator=draw)  # ratios that are not 1
     moved["old"] = old
     note("policy", weights, module.policy_update, policy, batch, old, advantages)
 
-    prm, weights = trains("prm", add_adapter(random_model(1), "prm", 4))
+    prm, weights = trains("prm", add_adapter(build(1), "prm", 4))
     for seed, (key, parameter) in enumerate(prm.model.named_parameters()):
         if "lora_" in key:
             noise = torch.Generator().manual_seed(seed)

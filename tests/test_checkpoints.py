@@ -414,6 +414,7 @@ def stopped(script, name, *flags, cwd, iterations=3) -> str:
     return done.stderr.strip()
 
 
+KINDS = ("VisualSokoban", "Sokoban", "WebShop")
 WORLDS = sorted({environment(script) for script in READY})
 ONE_EACH = [next(s for s in READY if s.endswith(world)) for world in WORLDS]
 
@@ -445,7 +446,7 @@ def test_an_environment_that_raises_costs_its_episodes_not_the_run(
             return real_step(episode, text)
 
         monkeypatch.setattr(world.Episode, "step", step)
-        kind = next(c for c in (getattr(world, n, None) for n in ("Sokoban", "WebShop")) if c)
+        kind = next(c for c in (getattr(world, n, None) for n in KINDS) if c)
         real_reset, resets = kind.reset, []
 
         def reset(env, task):

@@ -10,16 +10,22 @@ import envs.sotopia
 import envs.webshop
 from runtime.chat import Chat
 from runtime.files import append
+from runtime.pictures import PictureProcessor, shows_pictures
 from runtime.report import describe, episode_lines
 from runtime.rounds import faults
 
 import pytest
 import torch
 from conftest import READY, default_model, environment, load
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 COUNT = 200_000
-WORLDS = {"sokoban": "Sokoban", "webshop": "WebShop", "sotopia": "Sotopia"}
+WORLDS = {
+    "sokoban": "Sokoban",
+    "visual_sokoban": "VisualSokoban",
+    "webshop": "WebShop",
+    "sotopia": "Sotopia",
+}
 SCRIPTS = [next(s for s in READY if environment(s) == world) for world in sorted(WORLDS)]
 TEMPLATE = "<|im_start|> <|im_end|> <|endoftext|> <|im_start|>system <s> </s> [INST] <|eot_id|>"
 TEMPLATE = TEMPLATE.split()
@@ -94,10 +100,14 @@ class Engine:
     def __init__(self, tokenizer, longest: int, stop: int):
         self.tokenizer, self.longest, self.stop = tokenizer, longest, stop
         self.rng, self.count = random.Random(1), 0
+        self.never = []  # tokens of pictures, which engines do not sample
 
     def generate(self, contexts, temperature):
         self.count += len(contexts)
-        return [self.sample() for _ in contexts]
+        samples = [self.sample() for _ in contexts]
+        for ids, _ in samples:
+            ids[:] = [0 if token in self.never else token for token in ids]
+        return samples
 
     def sample(self):
         rng, encode = self.rng, self.tokenizer.encode
@@ -136,6 +146,10 @@ def assert_layout(t, chat, control: set[int]) -> None:
     stopped = sum(i == stop for i, step in pairs if step >= 0)  # the template's is not fed again
     last = pairs[-1][0] == stop and pairs[-1][1] >= 0  # nothing follows it
     expected = own + (len(t.steps) - 1) * between - (stopped - last)
+    if t.pictures:
+        _, png = t.pictures[0]
+        frame = len(chat.before + chat.processor.tokens(png) + chat.after)
+        expected += len(t.pictures) * frame
     assert found == expected, "a template token came from a text"
 
 
@@ -149,8 +163,16 @@ def test_rollout_takes_everything(script, history, tmp_path):
     args.history = history
     tokenizer = AutoTokenizer.from_pretrained(default_model(script))
     stop = tokenizer.eos_token_id
-    chat, engine = Chat(tokenizer, [stop]), Engine(tokenizer, args.max_action_tokens, stop)
+    processor = None
+    if shows_pictures(env):
+        path = default_model(script)
+        processor = PictureProcessor(path, AutoConfig.from_pretrained(path), "tiny")
+    chat = Chat(tokenizer, [stop], processor)
+    engine = Engine(tokenizer, args.max_action_tokens, stop)
+    engine.never = chat.processor.never if chat.processor else []
     control = set(tokenizer.all_special_ids)
+    if chat.processor:
+        control |= {*chat.before, *chat.after, chat.processor.image_token}
     control |= {tokenizer.convert_tokens_to_ids(token) for token in TEMPLATE[:2]}
     wanted, rng = COUNT // (2 * len(SCRIPTS)), random.Random(2)
     faults.clear()

@@ -706,7 +706,7 @@ def test_cloning_loss_counts_a_share_of_the_environments_tokens(share, draws):
     probability `share`."""
     module, policy = load("warm_start"), network(random_model(0))
     batch, expected = module.flatten(random_trajectories(module)), 0.0
-    for ids, steps, _ in batch.sequences:
+    for ids, steps, *_ in batch.sequences:
         logprobs = policy.model(ids[None]).logits[0].log_softmax(-1)
         for place in range(1, len(ids)):
             weight = 1.0 if steps[place] >= 0 else share

@@ -19,6 +19,7 @@ SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 
 DIVIDED = str(ROOT / "tests" / "divided.py")
 UPDATES = {
     "istar_sokoban": ["policy", "prm"],
+    "istar_visual_sokoban": ["policy", "prm"],
     "prime_webshop": ["policy", "prm"],
     "ppo_webshop": ["policy", "critic"],
 }
@@ -55,7 +56,8 @@ def alone(tmp_path_factory):
     return {script: torch.load(home / f"{script}.pt") for script in UPDATES}
 
 
-CASES = [*(("torchrun", script) for script in UPDATES), ("fsdp", "istar_sokoban")]
+SHARDED = ("istar_sokoban", "istar_visual_sokoban")
+CASES = [("torchrun", script) for script in UPDATES] + [("fsdp", script) for script in SHARDED]
 
 
 @pytest.mark.parametrize("kind, script", CASES)

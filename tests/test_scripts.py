@@ -28,12 +28,13 @@ from conftest import (
     environment,
     free_port,
     load,
+    read_model,
     run_main,
     run_script,
 )
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 ALWAYS = """train/success train/score train/return train/episode_steps train/valid_actions
 train/dead_groups policy/loss policy/clip_fraction policy/approx_kl policy/ratio policy/grad_norm
@@ -42,7 +43,7 @@ tokens/trained iteration""".split()
 PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
 SMALL = """--tasks-per-iteration 6 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2
 --seed 9"""  # with it groups are mixed in every world from the first iteration on
-TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "webshop": 7, "sotopia": 4}
+TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "visual_sokoban": 4, "webshop": 7, "sotopia": 4}
 ISTAR = [script for script in READY if script.startswith("istar_")]
 ESTIMATING = [script for script in ISTAR if script != "istar_webshop_ablations"]  # --estimator
 PRIME = "prm/loss prm/accuracy prm/grad_norm prm/process_std time/prm".split()
@@ -162,6 +163,7 @@ def assert_whole(run, script, iterations=2):
                 "reward",
                 "advantage",
                 *columns,
+                *(["picture"] if environment(script).startswith("visual") else []),
             }
             assert (
                 all(isinstance(step[key], float) for key in ["advantage", *columns])
@@ -169,12 +171,12 @@ def assert_whole(run, script, iterations=2):
             )
     assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     policy, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(run / "policy"),
+        read_model(run / "policy"),
         AutoTokenizer.from_pretrained(run / "policy"),
     )
     path = default_model(script)
     start, original = (
-        AutoModelForCausalLM.from_pretrained(path),
+        read_model(path),
         AutoTokenizer.from_pretrained(path),
     )
     assert any(not torch.equal(a, b) for a, b in zip(policy.parameters(), start.parameters()))
@@ -384,7 +386,7 @@ def test_both_adapters_on_one_base_with_grpo(play, script):
     estimator = ["--estimator", "grpo"] if script in ESTIMATING else []
     run, done = play(f"lora-{script}", script, "--policy-lora-rank", "4", *estimator)
     assert_whole(run, script)
-    base = AutoModelForCausalLM.from_pretrained(default_model(script))
+    base = read_model(default_model(script))
     count = sum(p.numel() for p in base.parameters())
     prm = PeftModel.from_pretrained(base, run / "prm")
     adapter = sum(p.numel() for name, p in prm.named_parameters() if "lora_" in name)
@@ -403,7 +405,9 @@ def test_both_adapters_on_one_base_with_grpo(play, script):
 def test_one_base_in_memory(script, tmp_path, monkeypatch):
     """What main builds, counted: with a LoRA policy one model is read, without one two."""
     reads, adapters = [], []
-    real_read, real_add = AutoModelForCausalLM.from_pretrained, runtime.run.add_adapter
+    seeing = environment(script).startswith("visual")
+    loader = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    real_read, real_add = loader.from_pretrained, runtime.run.add_adapter
 
     def read(*args, **kwargs):
         reads.append(args)
@@ -413,7 +417,7 @@ def test_one_base_in_memory(script, tmp_path, monkeypatch):
         adapters.append((name, real_add(model, name, rank)))
         return adapters[-1][1]
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    monkeypatch.setattr(loader, "from_pretrained", read)
     monkeypatch.setattr(runtime.run, "add_adapter", add)
     small = "--eval-only --engine hf --max-steps 1 --eval-tasks 1 --eval-samples 1".split()
     for rank, models in ((4, 1), (0, 2)):
@@ -440,7 +444,7 @@ def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play, script)
     state = load_file(run / "checkpoints/000002/trained.safetensors")
     moments = [key for key in state if key.startswith("prm.") and key.count(".") > 1]
     assert not moments  # no step was taken
-    base = AutoModelForCausalLM.from_pretrained(default_model(script))
+    base = read_model(default_model(script))
     prm = PeftModel.from_pretrained(base, run / "prm")
     assert all(not p.any() for name, p in prm.named_parameters() if "lora_B" in name)
     for line in (run / "episodes.jsonl").read_text().splitlines():
@@ -494,7 +498,7 @@ def test_ctrl_c_keeps_the_last_checkpoint_and_says_where(home, engine):
     )
     kept = max(path.name for path in (run / "checkpoints").iterdir() if path.name.isdigit())
     assert f"iteration {int(kept)} is kept" in last
-    AutoModelForCausalLM.from_pretrained(run / "policy")
+    read_model(run / "policy")
     assert len(load_file(run / "checkpoints" / kept / "trained.safetensors")) > 3
 
 

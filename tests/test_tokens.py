@@ -221,7 +221,7 @@ def test_flatten_gives_every_sampled_token_its_place(module, lossy):
     for history in (0, 2):
         trajectories, _, _ = play(module, lossy, history=history)
         batch, ids = module.flatten(trajectories), {}
-        for sequence, steps, places in batch.sequences:
+        for sequence, steps, places, _ in batch.sequences:
             ids |= dict(zip(places.tolist(), sequence[steps >= 0].tolist()))
         sampled = [i for t in trajectories for i, s in zip(t.token_ids, t.step_ids) if s >= 0]
         assert [ids[k] for k in range(len(batch.token_step))] == sampled

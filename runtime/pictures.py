@@ -1,0 +1,266 @@
+"""Pictures: from the PNG that a world shows to what a model sees of it (Qwen2.5-VL).
+
+A picture is the bytes of its PNG, from the world to the forward pass: equal pictures are equal
+bytes, so what is computed of one is computed once. In a sequence it is a run of the model's image
+tokens, one for each merge x merge patches, whose embeddings the vision tower makes.
+"""
+
+import functools
+import io
+import sys
+
+from runtime import processes
+
+import torch
+
+KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
+Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
+
+
+class Context(list):
+    """Token ids of a sequence, with the pictures that its image tokens stand for."""
+
+    def __init__(self, ids: list[int], pictures: Places):
+        super().__init__(ids)
+        self.pictures = pictures
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    """One sequence of several: a Context if one of them shows pictures, else a list."""
+    ids, pictures = [], []
+    for part in parts:
+        pictures += [(len(ids) + place, png) for place, png in pictures_of(part)]
+        ids += part
+    return Context(ids, pictures) if pictures else ids
+
+
+def pictures_of(ids: list[int]) -> Places:
+    """The pictures of a sequence; of plain lists none."""
+    return getattr(ids, "pictures", [])
+
+
+def never_sampled(config) -> list[int]:
+    """The tokens that stand for pictures and films: no model may say them. [] where there are
+    none."""
+    names = ("image_token_id", "video_token_id")
+    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+
+
+class PictureProcessor:
+    """What stands between a PNG and the model's vision tower.
+
+    image_token: the id that stands for a piece of a picture; merge: merge x merge patches are one
+    token. never: the tokens that the model may not sample. features: what a frozen tower made of
+    pictures. processor: transformers' own, read from the model's directory if it is not given.
+    Exits with one line that names --model where the model sees no pictures."""
+
+    def __init__(self, path: str, config, model: str, processor=None):
+        # it needs no torchvision, and equals the other one where nothing is resized
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        refuse_blind(config, model)
+        self.model, self.image_token, self.processor = model, config.image_token_id, processor
+        self.never = never_sampled(config)
+        try:
+            self.processor = processor or Qwen2VLImageProcessorPil.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            first = str(error).splitlines()[0]
+            sys.exit(f"--model {model}: no preprocessor_config.json for its pictures ({first})")
+        self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
+        tower = config.vision_config
+        if (self.patch, self.merge) != (tower.patch_size, tower.spatial_merge_size):
+            both = "preprocessor_config.json and config.json"
+            sys.exit(f"--model {model}: {both} differ in the size of patches or how many merge")
+        self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
+        self.features: dict[bytes, torch.Tensor] = {}
+
+    def read(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
+        """(patches [n, d], (rows, columns) of its tokens) of a picture; `patches` remembers them.
+
+        Exits with one line where it is no picture or has one colour alone, where it would have to
+        be resized, so that a token would not be a cell any more, and where the processor makes all
+        pixels alike."""
+        image = opened(png)
+        width, height = image.size
+        rows, columns = height // self.patch, width // self.patch
+        side = self.patch * self.merge
+        if width % side or height % side:
+            needs = f"--model {self.model} takes multiples of {side}, see --cell-pixels"
+            sys.exit(f"a picture has {width} x {height} pixels: {needs}")
+
+        seen = self.processor(images=[image], return_tensors="pt")
+        patches = seen["pixel_values"]
+        if seen["image_grid_thw"].tolist() != [[1, rows, columns]]:
+            resizes = f"--model {self.model} would resize it, see --cell-pixels"
+            sys.exit(f"a picture has {width} x {height} pixels: {resizes}")
+        channels = patches.view(len(patches), 3, -1)  # [n, channel, d / 3]
+        if not (channels.amax((0, 2)) > channels.amin((0, 2))).any():
+            sys.exit(f"--model {self.model}: its processor makes all pixels of a picture alike")
+        return patches, (rows // self.merge, columns // self.merge)
+
+    def refuse_sampled(self, action: list[int]) -> None:
+        """Exit with one line where an answer has a token of pictures or films: the next forward
+        pass would look for a picture there."""
+        if set(self.never).intersection(action):
+            banned = "which it may never say: its engine does not follow the ban (logit_bias)"
+            sys.exit(f"--model {self.model} sampled a token of pictures or films, {banned}")
+
+    def tokens(self, png: bytes) -> list[int]:
+        """The image tokens that stand for a picture."""
+        rows, columns = self.patches(png)[1]
+        return [self.image_token] * (rows * columns)
+
+
+def refuse_blind(config, model: str) -> None:
+    """Exit with one line where the model sees no pictures."""
+    if config.model_type != "qwen2_5_vl":
+        kind = f"its type {config.model_type} sees no pictures here"
+        sys.exit(f"--model {model}: {kind}; the visual worlds need a Qwen2.5-VL")
+
+
+def shows_pictures(env) -> bool:
+    """Whether the world's observations have a picture beside their words."""
+    return getattr(env, "shows_pictures", False)
+
+
+def read_seeing_model(path: str, model: str, reading: dict):
+    """A Qwen2.5-VL with what reads pictures for it, model.picture_processor."""
+    from runtime.models import read_causal_model  # which needs this module
+
+    from transformers import AutoConfig
+
+    trust = reading["trust_remote_code"]
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    processor = PictureProcessor(path, config, model)
+    causal = read_causal_model(path, "AutoModelForImageTextToText", **reading)
+    causal.picture_processor = processor
+    return causal
+
+
+def has_frozen_tower(causal) -> bool:
+    """Whether the model has a vision tower of which nothing is trained (--freeze-vision)."""
+    tower = getattr(causal.base_model, "visual", None)
+    return tower is not None and not any(p.requires_grad for p in tower.parameters())
+
+
+def opened(png: bytes):
+    """The PIL image of a PNG; exits with one line where it is none, or has one colour alone."""
+    from PIL import Image, UnidentifiedImageError
+
+    if not png:
+        sys.exit("the world showed an empty picture")
+    try:
+        image = Image.open(io.BytesIO(png)).convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError) as error:
+        sys.exit(f"the world showed no picture ({error})")
+    if all(low == high for low, high in image.getextrema()):
+        sys.exit("the world showed a picture of one colour alone")
+    return image
+
+
+def positions(length: int, grids: list[tuple[int, tuple[int, int]]]) -> torch.Tensor:
+    """Positions [3, length] (time, row, column) of a sequence, from the (place, (rows, columns)) of
+    its pictures: a text token has its number three times, a picture's tokens have one time, and
+    what follows goes on after the picture's longer side (M-RoPE, Wang et al., arXiv 2409.12191)."""
+    parts, done, number = [], 0, 0
+    for place, (rows, columns) in grids:
+        text = number + torch.arange(place - done)
+        number += place - done
+        row = number + torch.arange(rows).repeat_interleave(columns)
+        column = number + torch.arange(columns).repeat(rows)
+        parts += [text.expand(3, -1), torch.stack([torch.full_like(row, number), row, column])]
+        number += max(rows, columns)
+        done = place + rows * columns
+    parts.append((number + torch.arange(length - done)).expand(3, -1))
+    return torch.cat(parts, 1)
+
+
+def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
+    """{PNG: what the vision tower makes of it [n, H]}, each computed once, in one pass. With a
+    graph where the tower trains; what a frozen tower made is kept."""
+    processor = causal.picture_processor
+    # processes that gather the tower's weights together may not differ in what they know
+    keeps = has_frozen_tower(causal) and not processes.is_sharded(causal)
+    known = processor.features if keeps else {}
+    new = [png for png in dict.fromkeys(pngs) if png not in known]
+    if not new:
+        return {png: known[png] for png in pngs}
+
+    patches = torch.cat([processor.patches(png)[0] for png in new]).to(causal.device)
+    grids = [processor.patches(png)[1] for png in new]
+    thw = [[1, rows * processor.merge, columns * processor.merge] for rows, columns in grids]
+    thw = torch.tensor(thw, device=causal.device)
+    seen = causal.base_model.get_image_features(patches, thw).pooler_output
+    found = {png: known[png] for png in pngs if png in known} | dict(zip(new, seen))
+    if keeps:
+        known |= {png: found[png].detach() for png in new}
+        for png in list(known)[:-KEPT]:
+            del known[png]
+    return found
+
+
+def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, bytes]]) -> dict:
+    """What a forward pass over ids [B, T] reads where there are pictures, as (row, place, PNG):
+    inputs_embeds [B, T, H] and position_ids [3, B, T]."""
+    processor = causal.picture_processor
+    features = tower_features(causal, [png for _, _, png in pictures])
+    grids = [[] for _ in ids]
+    embeds = causal.get_input_embeddings()(ids).clone()
+    for row, place, png in pictures:
+        grids[row].append((place, processor.patches(png)[1]))
+        tokens = features[png].to(embeds.dtype)
+        assert (ids[row, place : place + len(tokens)] == processor.image_token).all(), "no picture"
+        embeds[row, place : place + len(tokens)] = tokens
+    where = torch.stack([positions(ids.shape[1], each) for each in grids], 1)
+    return {"inputs_embeds": embeds, "position_ids": where.to(ids.device)}
+
+
+class Album:
+    """The pictures that an engine has read with one policy's weights, each once.
+
+    Contexts are read with a number of its own for each token of each picture, -1 and below: equal
+    ids are then equal contexts, pictures included."""
+
+    def __init__(self, causal):
+        self.causal = causal
+        self.numbers: dict[bytes, range] = {}  # of a picture's tokens
+        self.grids: dict[int, tuple[int, int]] = {}  # (rows, columns), by the first number
+        self.features = torch.zeros(0, causal.get_input_embeddings().embedding_dim)
+
+    def numbered(self, contexts: list[list[int]]) -> list[list[int]]:
+        """The contexts' ids, with their pictures' numbers."""
+        pngs = [png for context in contexts for _, png in pictures_of(context)]
+        new = [png for png in dict.fromkeys(pngs) if png not in self.numbers]
+        if new:
+            found = tower_features(self.causal, new)
+            for png in new:
+                first = -1 - sum(map(len, self.numbers.values()))
+                self.numbers[png] = range(first, first - len(found[png]), -1)
+                self.grids[first] = self.causal.picture_processor.patches(png)[1]
+            device = self.causal.device
+            self.features = torch.cat([self.features.to(device), *(found[png] for png in new)])
+
+        numbered = []
+        for context in contexts:
+            ids = list(context)
+            for place, png in pictures_of(context):
+                numbers = self.numbers[png]
+                ids[place : place + len(numbers)] = numbers
+            numbered.append(ids)
+        return numbered
+
+    def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [B, n, H] of numbered ids [B, n]."""
+        embeds = self.causal.get_input_embeddings()(ids.clamp(min=0)).clone()
+        shown = ids < 0
+        embeds[shown] = self.features[-1 - ids[shown]].to(embeds.dtype)
+        return embeds
+
+    def positions(self, ids: list[int]) -> torch.Tensor:
+        """Positions [3, n] of numbered ids."""
+        grids = [
+            (place, self.grids[number]) for place, number in enumerate(ids) if number in self.grids
+        ]
+        return positions(len(ids), grids)
