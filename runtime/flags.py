@@ -278,8 +278,10 @@ def check_ranks(args, path: Path) -> None:
 
 def positions_of(path: str, model: str, trust: bool) -> int:
     """The longest sequence that the model was made for, from its configuration."""
+    from huggingface_hub.utils.logging import set_verbosity_error
     from transformers import AutoConfig
 
+    set_verbosity_error()  # without a network it would count its tries
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         return config.get_text_config().max_position_embeddings

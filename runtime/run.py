@@ -510,7 +510,7 @@ def ends_cleanly(main):
             try:
                 stop(current[0] if current else None, error)
             except SystemExit as end:
-                if own_process and isinstance(end.code, str):  # now: W&B may take its time to end
+                if own_process and current and isinstance(end.code, str):  # W&B may take time
                     sys.stderr.write(f"{end.code}\n")
                     sys.exit(1)
                 raise

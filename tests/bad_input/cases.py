@@ -134,6 +134,15 @@ def shards(*missing: str) -> Callable[[Path], list[str]]:
     return model(change)
 
 
+def fewer_rows(path: Path) -> None:
+    """A whole model whose embedding has 100 rows, and a tokenizer of 531 tokens."""
+    found = load_file(path / "model.safetensors")
+    found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"][:100].clone()
+    save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text()) | {"vocab_size": 100}
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def adapter(home: Path) -> list[str]:
     (home / "model").mkdir()
     (home / "model/adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
@@ -242,6 +251,7 @@ MODELS = [
     ("all shards are missing", shards("1", "2", "3"), ("model-00001-of-00003",)),
     ("an index of nothing", written("model.safetensors.index.json", "{}"), ("weight_map",)),
     ("a damaged index", written("model.safetensors.index.json", "{"), ("index.json",)),
+    ("fewer rows than tokens", model(fewer_rows), ("531 tokens", "100 rows")),
     ("an adapter alone", adapter, ("adapter", "merge")),
     ("no tokenizer", removed("tokenizer.json", "tokenizer_config.json"), ("--model", "token")),
     ("tokenizer.json is missing", removed("tokenizer.json"), ("--model", "token")),
