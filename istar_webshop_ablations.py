@@ -8,10 +8,9 @@ is taken out of it or put into it here:
                                  group, takes the place of A^E + alpha * A^S.
     --granularity token          Each token has a reward, an advantage and (--ratio token) a ratio.
 
-Without these flags it is istar_webshop.py with its default flags: A^E is RLOO, steps are scored
-after the PRM's update, and there is no --engine-correction. The algorithm, with o_1:t: what the
-agent has seen; a_t: its action, all tokens of one answer; pi_old: the policy that played this
-iteration's episodes; pi_theta: the policy in training; pi_phi: the process reward model (PRM):
+Without these flags it is istar_webshop.py with its default flags, which say A^E by RLOO and steps
+scored after the PRM's update. o_1:t: what the agent has seen; a_t: its action, all tokens of one
+answer; pi_old: the policy that played this iteration's episodes; pi_theta: the policy in training:
 
     PRM, by DPO    min_phi -E log sigmoid( beta * [L(tau+) - L(tau-)] ),  r_o(tau+) > r_o(tau-),
                    L(tau) = sum_t log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t)

@@ -102,14 +102,12 @@ class Args:
     out: str = "models/new"  # The policy is kept in this directory.
     target: Fraction = 0.3  # Training stops at this success on held-out tasks.
     min_updates: Natural = 200
-    """The first look comes after so many updates: the clone has to know moves, not only the
-    form."""
+    """The first look comes after so many updates: the clone has to know moves, not just the form."""
     max_updates: Count = 4000  # Training gives up after so many updates.
     demonstrations: Count = 5000  # The expert plays so many episodes.
     noise: Fraction = 0.85  # An action of a demonstration is random with this probability.
     observation_share: Fraction = 0.0
-    """The environment's tokens are targets too, this share of them: repeated pages teach to
-    copy."""
+    """This share of the environment's tokens are targets too: repeated pages teach to copy."""
     batch_size: Count = 64  # An update sees so many episodes.
     learning_rate: Rate = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.
     decay: bool = False  # The rate falls linearly to 0 at --max-updates; else it is constant.
@@ -122,15 +120,13 @@ class Args:
     heads: whole(1, 16_384) = 2  # A new model has so many query heads, 32 wide.
     kv_heads: whole(1, 16_384) = 1  # A new model has so many key and value heads.
     rotary_base: Positive = 1000.0
-    """A new model's rotary positions have this base: a short one suits short sequences, and 10 lets
-    a model that sees tell columns apart."""
+    """A new model's rotary positions have this base: short for short sequences, 10 for pictures."""
     copying_heads: bool = False
     """A new model's heads start by copying what they look at, which halves the time to learn to."""
     max_steps: Count = 15  # An episode ends after so many steps.
     max_action_tokens: Count = 16  # An answer is cut after so many tokens.
     max_context_tokens: Count = 1024
-    """An episode that would outgrow so many tokens is truncated; a new model has so many
-    positions."""
+    """An episode of more tokens is truncated; a new model has so many positions."""
     history: Natural = 0  # A step sees so many past turns; 0 is all of them.
     temperature: Positive = 1.0  # Log-probabilities are taken at this temperature.
     seed: Seed = 1  # Demonstrations, initialisation and order are drawn from this seed.
@@ -438,16 +434,14 @@ def main():
     if args.model:
         reading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         try:
-            if seeing:
-                model = read_seeing_model(args.model, args.model, reading)
-            else:
-                model = read_causal_model(args.model, **reading)
+            sees = args.model, args.model, reading
+            model = read_seeing_model(*sees) if seeing else read_causal_model(args.model, **reading)
             tokenizer = read_tokenizer(args.model, model, trust=False)
         except ModelError as error:
             refuse("model", args.model, str(error))
     else:
-        units = UNITS[args.environment]
-        tokenizer = new_tokenizer(demonstrations, units, args.vocabulary, seeing)
+        units = UNITS[args.environment], args.vocabulary
+        tokenizer = new_tokenizer(demonstrations, *units, seeing)
         model = new_seeing_model(tokenizer, args) if seeing else new_model(tokenizer, args)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
@@ -458,9 +452,8 @@ def main():
 
     def evaluate(tasks: list[int], label: str) -> dict:
         engine.load(model)
-        temperature = args.eval_temperature
-        trajectories = rollout(env, engine, chat, tasks, args, temperature, label)
-        return describe(trajectories, "eval", env)
+        played = rollout(env, engine, chat, tasks, args, args.eval_temperature, label)
+        return describe(played, "eval", env)
 
     trajectories = [lay_out(chat, demonstration) for demonstration in demonstrations]
     trajectories = [t for t in trajectories if len(t.token_ids) <= args.max_context_tokens]
