@@ -102,7 +102,7 @@ class Args:
     out: str = "models/new"  # The policy is kept in this directory.
     target: Fraction = 0.3  # Training stops at this success on held-out tasks.
     min_updates: Natural = 200
-    """The first look comes after so many updates: the clone has to know moves, not just the form."""
+    """The first look comes after so many updates: a clone has to know moves, not just the form."""
     max_updates: Count = 4000  # Training gives up after so many updates.
     demonstrations: Count = 5000  # The expert plays so many episodes.
     noise: Fraction = 0.85  # An action of a demonstration is random with this probability.
