@@ -313,6 +313,7 @@ def test_resume_refuses_other_flags(play, script, home):
 
 BASELINES = {  # of a script without its step reward
     "istar_sokoban": ("rloo_sokoban", ["--estimator", "rloo"]),
+    "istar_visual_sokoban": ("rloo_visual_sokoban", ["--estimator", "rloo"]),
     "istar_webshop": ("grpo_webshop", ["--estimator", "grpo"]),
     "istar_sotopia": ("grpo_sotopia", ["--estimator", "grpo"]),
     "istar_webshop_ablations": ("rloo_webshop", []),  # A^E is RLOO's there
