@@ -105,7 +105,11 @@ def load_catalog(
 
 def _read_json(path, kind):
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = json.loads(text)
+        if "\\ud" in text.lower():  # halves of surrogate pairs become question marks
+            whole = json.dumps(table, ensure_ascii=False).encode("utf-8", "replace")
+            table = json.loads(whole)
     except RecursionError:
         raise DataError(f"{path}: nested too deep") from None
     except OSError as error:
