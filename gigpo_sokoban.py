@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 from envs.sokoban import Sokoban, SokobanArgs
 from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches
 from runtime.flags import Flat, RunArgs, parse
-from runtime.networks import Network, action_logprobs, trainable
+from runtime.networks import Network, action_logprobs, engine_weights, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
@@ -348,8 +348,7 @@ def main():
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
-            engine_ratio = sum_per_step(old_logprobs - batch.engine_logprobs, batch).exp()  # [S]
-            advantages = advantages * engine_ratio.clamp(max=args.engine_correction)
+            advantages = advantages * engine_weights(batch, old_logprobs, args)
         run.log("policy", policy_update(policy, batch, old_logprobs, advantages, args))
         run.lap("update")
 

@@ -28,12 +28,12 @@ from typing import Literal, NamedTuple
 from envs.sotopia import Sotopia, SotopiaArgs
 from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches, pair_bundles
 from runtime.flags import Flat, RunArgs, parse
-from runtime.networks import Network, action_logprobs, trainable
+from runtime.networks import Network, action_logprobs, engine_weights, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
 from runtime.rounds import Player, known, rounds
 from runtime.run import Run, ends_cleanly
-from runtime.statistics import mean_gap, prm_statistics
+from runtime.statistics import mean_gap, prm_learning, prm_statistics
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -260,7 +260,7 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
 def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
     outcomes [N], group [N]."""
-    better = outcomes[:, None] - outcomes[None, :] > margin  # [N, N]
+    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
@@ -330,10 +330,10 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
     return stats | prm.optimizer_stats()
 
 
-def in_mixed_group(batch: Batch) -> torch.Tensor:
-    """Whether a step's group has more than one outcome, [S]: others teach the PRM nothing."""
-    mixed = [len(batch.outcomes[batch.group == g].unique()) > 1 for g in batch.group.unique()]
-    return torch.tensor(mixed)[batch.group[batch.step_traj]]
+def in_mixed_group(batch: Batch, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """Whether a step's group has a pair, [S]: others teach the PRM nothing."""
+    paired = batch.group[[winner for winner, _ in pairs]]  # [P]
+    return torch.isin(batch.group, paired)[batch.step_traj]
 
 
 def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
@@ -450,17 +450,16 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. PRM: trajectory DPO within groups, then a reward for each step --------
-        scored = in_mixed_group(batch)  # [S] the other steps get r_phi = 0
+        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        scored = in_mixed_group(batch, pairs)  # [S] the other steps get r_phi = 0
         if not args.mixed_groups_only:
             scored = torch.ones_like(scored)
         if args.prm_score == "before":
             prm_logprobs = batch_logprobs(prm, batch, args, scored, "PRM")  # [K]
 
-        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
-        run.log("prm", dict.fromkeys(["loss", "pair_accuracy", "margin", "grad_norm"]))  # None yet
-        for _ in range(args.prm_steps if pairs and args.beta else 0):
-            run.log("prm", prm_update(prm, batch, old_logprobs, pairs, args))
-
+        steps = args.prm_steps if pairs and args.beta else 0
+        learnt = [prm_update(prm, batch, old_logprobs, pairs, args) for _ in range(steps)]
+        run.log("prm", prm_learning(learnt))
         if args.prm_score == "after":
             prm_logprobs = batch_logprobs(prm, batch, args, scored, "PRM")  # [K]
         prm_logprobs = torch.where(scored[batch.token_step], prm_logprobs, old_logprobs)
@@ -479,8 +478,7 @@ def main():
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
-            engine_ratio = sum_per_step(old_logprobs - batch.engine_logprobs, batch).exp()  # [S]
-            advantages = advantages * engine_ratio.clamp(max=args.engine_correction)
+            advantages = advantages * engine_weights(batch, old_logprobs, args)
         run.log("policy", policy_update(policy, batch, old_logprobs, advantages, args))
         run.lap("update")
 

@@ -38,7 +38,7 @@ from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_flo
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
-from runtime.statistics import mean_gap, prm_statistics
+from runtime.statistics import mean_gap, prm_learning, prm_statistics
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -256,7 +256,7 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
 def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
     outcomes [N], group [N]."""
-    better = outcomes[:, None] - outcomes[None, :] > margin  # [N, N]
+    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
@@ -326,10 +326,10 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
     return stats | prm.optimizer_stats()
 
 
-def in_mixed_group(batch: Batch) -> torch.Tensor:
-    """Whether a step's group has more than one outcome, [S]: others teach the PRM nothing."""
-    mixed = [len(batch.outcomes[batch.group == g].unique()) > 1 for g in batch.group.unique()]
-    return torch.tensor(mixed)[batch.group[batch.step_traj]]
+def in_mixed_group(batch: Batch, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """Whether a step's group has a pair, [S]: others teach the PRM nothing."""
+    paired = batch.group[[winner for winner, _ in pairs]]  # [P]
+    return torch.isin(batch.group, paired)[batch.step_traj]
 
 
 def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
@@ -435,15 +435,15 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. PRM: trajectory DPO within groups, then a reward for each step --------
-        scored = in_mixed_group(batch)  # [S] the other steps get r_phi = 0
+        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        scored = in_mixed_group(batch, pairs)  # [S] the other steps get r_phi = 0
         if not args.mixed_groups_only:
             scored = torch.ones_like(scored)
-        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        learns = args.prm_steps if pairs and args.beta and args.step_reward == "implicit" else 0
+        learnt = [prm_update(prm, batch, old_logprobs, pairs, args) for _ in range(learns)]
+        run.log("prm", prm_learning(learnt))
         prm_logprobs = old_logprobs  # [K]
-        run.log("prm", dict.fromkeys(["loss", "pair_accuracy", "margin", "grad_norm"]))  # None yet
         if args.step_reward == "implicit":
-            for _ in range(args.prm_steps if pairs and args.beta else 0):
-                run.log("prm", prm_update(prm, batch, old_logprobs, pairs, args))
             prm_logprobs = batch_logprobs(prm, batch, args, scored, "PRM")  # [K]
             prm_logprobs = torch.where(scored[batch.token_step], prm_logprobs, old_logprobs)
 
@@ -486,14 +486,14 @@ def main():
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        step_reward, *log_probs = sums
-        run.log("prm", prm_statistics(batch, pairs, scored, step_reward, means[0], *log_probs))
+        step_reward, *logprobs = sums
+        run.log("prm", prm_statistics(batch, pairs, scored, step_reward, means[0], *logprobs))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
-        columns = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
-        columns |= dict(step_advantage=means[0], episode_advantage=means[1])
-        run.save(trajectories, **columns, advantage=means[2])
+        rewarded = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
+        named = zip(("step_advantage", "episode_advantage", "advantage"), means)
+        run.save(trajectories, **rewarded, **dict(named))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from typing import Literal, NamedTuple
 from envs.webshop import WebShop, WebShopArgs
 from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches
 from runtime.flags import Flat, RunArgs, parse, refuse
-from runtime.networks import Network, action_logprobs, plain, trainable
+from runtime.networks import Network, action_logprobs, engine_weights, plain, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float, total
-from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
+from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, UpToInf
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
 from runtime.statistics import mean_gap
@@ -61,7 +61,7 @@ class Args:
     seed: Seed = 1  # Seed of tasks, sampling and initialisation.
     iterations: Count = 80  # Rounds of rollout and update.
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
-    group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
+    group_size: Count = 8  # Trajectories per task; none are compared, so 1 is as good (published).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: Rate = 5e-4
     """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
@@ -420,8 +420,7 @@ def main():
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
-            engine_ratio = sum_per_step(old_logprobs - batch.engine_logprobs, credited).exp()
-            advantages = advantages * engine_ratio.clamp(max=args.engine_correction)
+            advantages = advantages * engine_weights(credited, old_logprobs, args)
         run.log("policy", policy_update(policy, credited, old_logprobs, advantages, args))
         run.lap("update")
 

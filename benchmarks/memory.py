@@ -89,7 +89,7 @@ def predict(
     logits *= number * 3  # values, softmax, gradient
 
     policy = dense * (frozen if lora_rank else 4 * number)
-    prm = 0 if lora_rank else dense * frozen
+    prm = 0 if lora_rank else dense * 4  # its base is as precise as the policy
     cast = dense * 2 if dtype == "bfloat16" and not lora_rank else 0
     return {
         "policy": policy + 4 * number * adapter * lora_rank,
@@ -121,7 +121,7 @@ def predict_tower(shape, tokens: int, lora_rank: int, prm_rank: int, freeze: boo
     adapter = TOWER.layers * sum(a + b for a, b in matrices) + sum(a + b for a, b in merger)
     patches = tokens * PICTURE_SHARE * TOWER.merge**2
     activations = patches * (TOWER.layers + 1) * kept_by_layer(h, i, h, h, 0, "bfloat16")
-    prm = 0 if lora_rank else dense * 2
+    prm = 0 if lora_rank else dense * 4
     if freeze:
         return {"policy": dense * (2 if lora_rank else 4), "PRM": prm}
     return {
@@ -146,7 +146,7 @@ def networks(build, lora_rank: int, dtype: str) -> tuple:
     optimizer = AdamW(trainable(model), 1e-6, weight_decay=0.0)
     policy = Network("policy", model, optimizer, dtype)
 
-    base = model if lora_rank else build(frozen)
+    base = model if lora_rank else build(torch.float32)
     model = add_adapter(base, "prm", PRM_RANK)
     return policy, Network("prm", model, AdamW(trainable(model), 1e-6), dtype)
 

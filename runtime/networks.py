@@ -161,6 +161,18 @@ def action_logprobs(network: Network, micro, args) -> torch.Tensor:
     return network.token_logprobs(micro, is_action, args.temperature)
 
 
+def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
+    """The weight pi_old(trainer) / pi_old(engine) of each step, [S], within --engine-correction and
+    its inverse: of all its tokens together where the ratio is of steps; else the geometric mean of
+    theirs, which is of a token's size. old_logprobs [K]."""
+    gaps = old_logprobs - batch.engine_logprobs  # [K]
+    sums = torch.zeros(len(batch.step_traj)).index_add(0, batch.token_step, gaps)  # [S]
+    if args.ratio != "step":
+        sums = sums / torch.bincount(batch.token_step)
+    cap = args.engine_correction
+    return sums.exp().clamp(min(cap, 1 / cap), cap)
+
+
 def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""

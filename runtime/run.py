@@ -162,10 +162,11 @@ class Run:
 
     def load_adapter(self, name: str, rank: int):
         """The initial model with a LoRA adapter of this name and rank. A LoRA policy has the same
-        base: then the adapter is one more on it."""
+        base: then the adapter is one more on it. Else the base is float32 as the policy's weights
+        are: two precisions would make their log-probabilities differ before anything is learnt."""
         base = self.policy_model
         if not self.args.policy_lora_rank:
-            base = self.read_model(self.reading["dtype"]).to(self.device)
+            base = self.read_model(torch.float32).to(self.device)
         return add_adapter(base, name, rank)
 
     def resume(self, *networks: Network) -> None:

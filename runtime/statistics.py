@@ -9,6 +9,14 @@ def mean_gap(logprobs: torch.Tensor, engine_logprobs: torch.Tensor) -> float:
     return (logprobs.detach().cpu() - engine_logprobs).abs().mean().item()
 
 
+def prm_learning(updates: list[dict]) -> dict:
+    """What is logged of an iteration's PRM updates: the numbers of the first, which saw pairs that
+    nothing had been learnt from, and how many of all were skipped. Without any: None each."""
+    if not updates:
+        return dict.fromkeys(["loss", "pair_accuracy", "margin", "grad_norm"])
+    return updates[0] | {"skipped": sum(update["skipped"] for update in updates)}
+
+
 def prm_statistics(batch, pairs, scored, rewards, step_adv, prm_logprobs, old_logprobs) -> dict:
     """Whether the PRM's credit means anything: what else ranks the pairs, and what A^S goes along
     with, over the steps that were scored.
