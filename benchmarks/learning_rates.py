@@ -6,9 +6,9 @@
 
 Every script runs once with every rate of the policy, everything else as its defaults, `--jobs` at a
 time, each bound to its share of the cores. A rate has for its result the mean success over the
-evaluations (every 5 iterations): what is learnt, and how soon. What a script learns with its
-default in the first 15 minutes of training is told too. Runs that came to their end are not run
-again. Written: benchmarks/results/NAME.md and NAME.jsonl.
+evaluations (every 5 iterations) on the validation tasks: what is learnt, and how soon. What a
+script learns with its default in the first 15 minutes of training is told too. Runs that came to
+their end are not run again. Written: benchmarks/results/NAME.md and NAME.jsonl.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main() -> None:
     add("--runs-dir", type=Path, default=ROOT / "runs" / "benchmarks")
     arguments = parser.parse_args()
 
-    budget = f"--iterations {arguments.iterations} --eval-every 5"
+    budget = f"--iterations {arguments.iterations} --eval-every 5 --eval-set validation"
     tried = [(script, rate) for script in arguments.scripts for rate in arguments.rates]
     commands = [f"{script}.py --learning-rate {rate} {budget}" for script, rate in tried]
     tasks = [(command, arguments.seed) for command in commands]

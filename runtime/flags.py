@@ -36,6 +36,8 @@ class RunArgs:
     """Iterations from one evaluation to the next; the last iteration is always evaluated."""
     eval_only: bool = False
     """Evaluate --model on the panel and stop."""
+    eval_set: Literal["panel", "validation"] = "panel"
+    """Tasks that evaluate: the panel that is reported, or those on which rates are chosen."""
     eval_tasks: Count = 128
     """Size of the evaluation panel: always the first tasks of the world's fixed list."""
     eval_samples: Count = 2
@@ -190,9 +192,10 @@ def check(args, env) -> str:
     """The directory (or hub name) of --model; exits with one line that names the flag where
     arguments cannot work. Nothing is loaded but the model's configuration."""
     run_args = args.run_args
-    if run_args.eval_tasks > len(env.eval_tasks):
-        panel = f"the panel of {env.name} has {len(env.eval_tasks)}"
-        refuse("eval_tasks", run_args.eval_tasks, panel)
+    tasks = evaluation_tasks(env, run_args.eval_set)
+    if run_args.eval_tasks > len(tasks):
+        there = f"the {run_args.eval_set} of {env.name} has {len(tasks)}"
+        refuse("eval_tasks", run_args.eval_tasks, there)
     if args.tasks_per_iteration > len(env.train_tasks):
         reason = f"{env.name} has {len(env.train_tasks)} training tasks"
         refuse("tasks_per_iteration", args.tasks_per_iteration, reason)
@@ -213,6 +216,16 @@ def check(args, env) -> str:
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
     check_writable("runs_dir", run_args.runs_dir)
     return check_model(args, env)
+
+
+def evaluation_tasks(env, eval_set: str):
+    """The tasks of the world that evaluates, where --eval-set is this; exits where it has none."""
+    world = getattr(env, "eval_env", env)
+    if eval_set == "panel":
+        return world.eval_tasks
+    if not hasattr(world, "validation_tasks"):
+        refuse("eval_set", eval_set, f"{env.name} has no validation_tasks (envs/README.md)")
+    return world.validation_tasks
 
 
 def refuse(name: str, value, reason: str) -> None:

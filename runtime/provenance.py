@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from runtime.files import hash_files
+from runtime.flags import evaluation_tasks
 
 import torch
 
@@ -25,7 +26,7 @@ def provenance(args, model: str, env, eval_env) -> dict:
 
     The hashes are of the model's files, the data's files and the prompts (with their pictures) of
     the evaluation panel; a run is not taken up where they differ."""
-    tasks = eval_env.eval_tasks[: args.run_args.eval_tasks]
+    tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     prompts = "\0".join(shown(eval_env.reset(task)) for task in tasks)
     hashes = {
         "model": hash_files(Path(model)),

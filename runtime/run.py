@@ -42,7 +42,7 @@ from runtime.checkpoints import (
 )
 from runtime.engines import EngineError, HfEngine, VllmEngine
 from runtime.files import append, read_json, to_json, write_json
-from runtime.flags import check, flags_of, refuse, shown
+from runtime.flags import check, evaluation_tasks, flags_of, refuse, shown
 from runtime.models import (
     ModelError,
     read_causal_model,
@@ -90,7 +90,8 @@ class Run:
         terminal.begin(args.run_args.quiet)
         self.script = Path(sys.argv[0]).stem
         self.eval_env = getattr(env, "eval_env", env)
-        panel = self.eval_env.eval_tasks[: args.run_args.eval_tasks]
+        tasks = evaluation_tasks(env, args.run_args.eval_set)
+        panel = tasks[: args.run_args.eval_tasks]
         self.eval_tasks = [task for task in panel for _ in range(args.run_args.eval_samples)]
 
         self.rows, self.row, self.networks = [], {}, []
@@ -418,7 +419,11 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
 
     # only these flags, where they are named, let the files and tasks be others
     world = vars(args.world).keys()
-    bears = {"model": {"model"}, "data": world, "panel": {*world, "eval_tasks", "max_steps"}}
+    bears = {
+        "model": {"model"},
+        "data": world,
+        "panel": {*world, "eval_set", "eval_tasks", "max_steps"},
+    }
     for what, words in TOLD.items():
         same = starts[-1]["hashes"][what] == start["hashes"][what]
         if not same and not override & bears[what]:

@@ -4,6 +4,7 @@ weights, and PPO's published layout."""
 import json
 from types import SimpleNamespace
 
+from runtime.flags import evaluation_tasks
 from runtime.networks import engine_weights
 from runtime.statistics import prm_learning
 
@@ -125,3 +126,26 @@ def test_ppo_runs_its_published_layout(tmp_path):
     layout += " --eval-samples 1 --eval-every 9 --run-name it"
     run_main("ppo_webshop", *layout.split(), cwd=tmp_path)
     assert rows(tmp_path)[1]["policy/grad_norm"] > 0
+
+
+# ------------ where choices are made ------------
+
+
+def test_rates_can_be_chosen_apart_from_the_panel(tmp_path):
+    """--eval-set validation plays tasks that are neither trained on nor reported."""
+    few = "--engine hf --eval-only --eval-tasks 3 --eval-samples 1".split()
+    env, played = load("rloo_sokoban").Sokoban(), {}
+    for name in ("panel", "validation"):
+        run_main("rloo_sokoban", *few, "--eval-set", name, "--run-name", name, cwd=tmp_path)
+        table = (tmp_path / "runs" / name / "eval_episodes.jsonl").read_text().splitlines()
+        played[name] = [json.loads(line)["task"] for line in table]
+    assert played["panel"] == list(env.eval_tasks[:3])
+    assert played["validation"] == list(env.validation_tasks[:3])
+
+
+def test_a_world_without_validation_tasks_is_refused():
+    world = SimpleNamespace(eval_tasks=range(9), name="corridor")
+    assert evaluation_tasks(world, "panel") == range(9)
+    with pytest.raises(SystemExit) as stop:
+        evaluation_tasks(world, "validation")
+    assert stop.value.code.startswith("--eval-set validation: corridor has no validation_tasks")
