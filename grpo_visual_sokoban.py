@@ -64,7 +64,6 @@ class Args:
     invalid_penalty: NonNegative = 0.1  # Taken off the outcome that an invalid answer's step sees.
     engine_correction: NonNegative = 0.0
     """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
-    freeze_vision: bool = False  # Train the language side alone; the tower sees a picture once.
     policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
 

@@ -62,12 +62,14 @@ def render(signs: bytes, columns: int, cell: int) -> bytes:
 
 @dataclass
 class VisualSokobanArgs(SokobanArgs):
-    """The flags of this world."""
+    """The flags of this world, and of what sees it."""
 
     cell_pixels: whole(1, 1024) = TILE
     """Side of a cell in the picture [pixels], 16 as drawn; 28 gives Qwen2.5-VL a token a cell."""
     saved_pictures: Natural = 1000
     """Most pictures that a run keeps beside its episodes (runs/NAME/pictures), each once."""
+    freeze_vision: bool = False
+    """Train the language side alone; the tower sees a picture once."""
 
 
 class VisualSokoban(Sokoban):

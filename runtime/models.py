@@ -6,10 +6,10 @@ Nothing that a file lacks is made up: a weight that is missing is not drawn at r
 
 import json
 import signal
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from runtime import terminal
 from runtime.chat import Chat
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that train, as safetensors names them
@@ -162,7 +162,7 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat
             raise ModelError(f"{none}, and no mark of its chat template ends an answer")
         chat.stop_ids = chat.between[:1]
         taken = f"an answer ends with {mark[0]}, as in its chat template"
-        print(f"warning: --model {name} names no end-of-text token; {taken}", file=sys.stderr)
+        terminal.warn(f"--model {name} names no end-of-text token; {taken}")
     return chat
 
 

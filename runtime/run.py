@@ -60,7 +60,7 @@ import torch
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track quiet "
-    "engine_memory save_every eval_every keep"
+    "engine_memory save_every eval_every keep saved_pictures"
 ).split()
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
@@ -157,7 +157,7 @@ class Run:
             model = read_seeing_model(self.model_path, self.args.model, reading)
         except ModelError as error:
             refuse("model", self.args.model, str(error))
-        if self.args.freeze_vision:
+        if self.args.world.freeze_vision:
             model.base_model.visual.requires_grad_(False)
         return model
 

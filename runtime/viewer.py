@@ -1,9 +1,10 @@
 """view.html: a run as one page that needs nothing from elsewhere.
 
 The page holds an index of its episodes as JSON, and the steps of each iteration as a compressed
-chunk that is unpacked when somebody looks at it; so 10,000 episodes open at once. What a model or a
-world wrote reaches the page as JSON alone, and its script writes it with textContent alone: it is
-text, whatever it holds. A content security policy forbids every other script and every request.
+chunk that is unpacked when somebody looks at it; so 10,000 episodes open at once. It also holds the
+pictures that a visual run kept, each once. What a model or a world wrote reaches the page as JSON
+alone, and its script writes it with textContent alone: it is text, whatever it holds. A content
+security policy forbids every other script and every request.
 """
 
 import base64
@@ -26,6 +27,7 @@ TEXTS = ("observation", "action", "picture")  # of a step; every other column is
 COLOURED = (  # what steps can be coloured by, if they have it
     "implicit_reward ground_truth_reward reward advantage step_advantage episode_advantage progress"
 ).split()
+PICTURE = re.compile("pictures/([0-9a-f]{16})[.]png")  # of a step, as runtime/report.py names them
 WITHIN = 0.95  # share of the steps whose values lie within the colours' scale
 
 
@@ -38,12 +40,13 @@ def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> P
     read = [read_run(Path(run), most) for run in runs]
     name = "view.html" if len(runs) == 1 else f"view-against-{read[1]['name']}.html"
     out = out or Path(runs[0]) / name
-    chunks = []
-    for run in read:
+    chunks, pictures = [], {}
+    for path, run in zip(runs, read):
         for kept in run["sets"]:
+            pictures |= pictures_in(Path(path), kept["steps"]["texts"])
             chunks.append(packed(kept.pop("steps")))
             kept["chunk"] = len(chunks) - 1
-    replace_file(out, page_of(read, chunks))
+    replace_file(out, page_of(read, chunks, pictures))
     return out
 
 
@@ -203,17 +206,31 @@ def scales_of(sets: list[dict]) -> dict[str, float]:
 # ------------ writing ------------
 
 
+def pictures_in(run: Path, texts) -> dict[str, str]:
+    """{name: PNG in base64} of the pictures of a run that these texts name."""
+    found = {named[1]: run / named[0] for named in map(PICTURE.fullmatch, texts) if named}
+    return {
+        name: base64.b64encode(path.read_bytes()).decode("ascii")
+        for name, path in found.items()
+        if path.is_file()
+    }
+
+
 def packed(steps: dict) -> str:
     """A set's steps as the page's script unpacks them: JSON, gzip, base64."""
     plain = json.dumps(steps | {"texts": list(steps["texts"])}, separators=(",", ":"))
     return base64.b64encode(gzip.compress(plain.encode("ascii"), 5, mtime=0)).decode("ascii")
 
 
-def page_of(runs: list[dict], chunks: list[str]) -> str:
+def page_of(runs: list[dict], chunks: list[str], pictures: dict[str, str]) -> str:
     """The page's text, from page/: its frame, style and script."""
     title = " against ".join(run["name"] for run in runs)
     data = json.dumps({"runs": runs, "within": WITHIN}, separators=(",", ":"))
-    packs = (f'<script type="text/plain" id="chunk-{n}">{c}</script>' for n, c in enumerate(chunks))
+    kept = {f"chunk-{number}": chunk for number, chunk in enumerate(chunks)}
+    kept |= {f"picture-{name}": png for name, png in pictures.items()}
+    packs = (
+        f'<script type="text/plain" id="{name}">{text}</script>' for name, text in kept.items()
+    )
     style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
     parts = {
         "TITLE": html.escape(title),

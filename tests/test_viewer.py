@@ -784,14 +784,18 @@ def test_ten_thousand_episodes_open_in_three_seconds(tmp_path, browser):
 
 @browser_test
 def test_a_picture_is_drawn(tmp_path, browser):
-    """What a visual world shows stands in the step as a PNG in base64, and nothing else does."""
+    """What a visual run kept stands in the step that names it, and nothing else does."""
     png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAA"
     png += "AABJRU5ErkJggg=="
-    steps = [
-        make_step(0) | {"picture": p}
-        for p in (png, 'x" onerror="window.pwned=1', "https://example.com/a.png")
-    ]
-    path = write_page([make_run(tmp_path / "a", [make_episode(steps=steps)])])
+    names = [f"pictures/{digit * 16}.png" for digit in "ab"]
+    hostile = 'x" onerror="window.pwned=1', "https://example.com/a.png", "../outside.png", png
+    steps = [make_step(0) | {"picture": name} for name in (*names, None, *hostile)]
+    run = make_run(tmp_path / "a", [make_episode(steps=steps), make_episode(steps=steps[::-1])])
+    (run / "pictures").mkdir()
+    for path in (run / names[0], tmp_path / "outside.png"):
+        path.write_bytes(base64.b64decode(png))
+    path = write_page([run])
+    assert path.read_text().count(png) == 1
     page = Page(browser, path)
     found = page.js(
         "return [...document.querySelectorAll('img')].map(i => [i.src, i.naturalWidth])"

@@ -809,12 +809,15 @@ const asRead = (text) => el("details", { class: "raw" }, el("summary", {}, "As t
 
 function plain(step, numbers) {
   return el("div", { class: "scene" },
-    el("div", { class: "world", dir: "ltr" }, written(el("pre", {}), step.observation)), said(step), numbers);
+    el("div", { class: "world", dir: "ltr" }, picture(step), written(el("pre", {}), step.observation)),
+    said(step), numbers);
 }
 
 function picture(step) {
-  if (!/^[A-Za-z0-9+/]+=*$/.test(step.picture || "")) return null;
-  return el("img", { class: "picture", src: `data:image/png;base64,${step.picture}`, alt: "what the agent saw" });
+  const named = /^pictures\/([0-9a-f]{16})\.png$/.exec(step.picture || "");
+  const kept = named && $(`picture-${named[1]}`);
+  if (!kept) return null;
+  return el("img", { class: "picture", src: `data:image/png;base64,${kept.textContent}`, alt: "what the agent saw" });
 }
 
 const GRID = /^(?:[#_OXP*S]{3,}\n){2,}[#_OXP*S]{3,}$/m;

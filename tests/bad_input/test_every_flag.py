@@ -4,7 +4,7 @@ import math
 import sys
 from typing import Literal, get_args, get_origin
 
-from runtime.flags import as_switch, check_words, flags_of, kinds_of, parse
+from runtime.flags import as_words, check_words, flags_of, kinds_of, parse
 from runtime.ranges import Range
 
 import pytest
@@ -20,7 +20,7 @@ MAY_BE_0 = set(
     "history policy_lora_rank seed num_products min_updates learning_rate prm_learning_rate "
     "critic_learning_rate eval_temperature invalid_penalty engine_correction alpha beta "
     "prm_weight_decay prm_drift_bound pair_margin step_std_floor step_weight gamma gae_lambda "
-    "step_gamma target noise observation_share".split()
+    "step_gamma target noise observation_share saved_pictures".split()
 )
 MAY_BE_INFINITE = {"lr_halving", "max_grad_norm"}
 
@@ -134,7 +134,7 @@ def test_switches_take_true_and_false_alone(script):
     for name in switches:
         for value in ("nan", "inf", "-1", "0", HUGE, "", "yes"):
             with pytest.raises(SystemExit) as stop:
-                as_switch(f"--{name}={value}", kinds)
+                as_words(f"--{name}={value}", kinds)
             flag = f"--{name.replace('_', '-')}"
             assert stop.value.code == flag + f" {value}: True or False".replace(" :", ' "":')
 
