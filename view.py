@@ -14,7 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.flags import parse, refuse
+from runtime.flags import parse
+from runtime.ranges import Count
 from runtime.viewer import MOST, write_page
 
 import tyro
@@ -23,7 +24,7 @@ import tyro
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # One run, or two that are compared.
-    episodes: int = MOST
+    episodes: Count = MOST
     """Most episodes of a run on the page; of a longer run older iterations are thinned."""
     out: str = ""  # File that is written; empty: view.html in the (first) run's directory.
 
@@ -32,8 +33,6 @@ def main():
     args = parse(Args, __doc__)
     if not 1 <= len(args.runs) <= 2:
         sys.exit(f"view.py takes one run or two, not {len(args.runs)}: python view.py runs/NAME")
-    if args.episodes < 1:
-        refuse("episodes", args.episodes, "has to be at least 1")
     try:
         page = write_page(list(args.runs), Path(args.out) if args.out else None, args.episodes)
     except OSError as error:

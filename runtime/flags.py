@@ -119,9 +119,16 @@ def as_words(word: str, kinds: dict) -> list[str]:
 
 
 def check_words(argv: list[str], kinds: dict) -> None:
-    """Exit with one line where a word of the command line is no flag, or not what a flag needs."""
+    """Exit with one line where a word of the command line is no flag, or not what a flag needs.
+    Words without a flag are taken where a field is tyro.conf.Positional."""
+    takes_words = any(map(is_positional, kinds.values()))
+    kinds = {name: kind for name, kind in kinds.items() if not is_positional(kind)}
     words = iter(enumerate(argv))
     for place, word in words:
+        if takes_words and not word.startswith("-"):
+            if reason := Text(may_be_empty=False).refusal(word):
+                sys.exit(f"{shown(word)}: {reason}")
+            continue
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if name.removeprefix("no_") in kinds and kinds[name.removeprefix("no_")][0] is bool:
@@ -146,6 +153,11 @@ def check_words(argv: list[str], kinds: dict) -> None:
                 sys.exit(f"{flag}: a value is missing")
         if reason := refusal(kind, default, value):
             refuse(name, "..." if name.endswith("url") else value, reason)  # it may hold a key
+
+
+def is_positional(kind: tuple[Any, Any]) -> bool:
+    """Whether a flag of kinds_of is words without a name."""
+    return tyro.conf.Positional in getattr(kind[0], "__metadata__", ())
 
 
 def is_flag(word: str, kinds: dict) -> bool:

@@ -369,7 +369,7 @@ def test_older_iterations_are_thinned_and_the_page_says_so(tmp_path):
         ("nowhere",): "nowhere: no run there",
         (): "view.py takes one run or two, not 0: python view.py runs/NAME",
         ("a", "b", "c"): "view.py takes one run or two, not 3: python view.py runs/NAME",
-        ("a", "--episodes", "0"): "--episodes 0: has to be at least 1",
+        ("a", "--episodes", "0"): "--episodes 0: has to be a whole number from 1 to ",
     }.items(),
 )
 def test_view_refuses_in_one_line(tmp_path, monkeypatch, capsys, words, said):
