@@ -68,7 +68,6 @@ class Args:
     invalid_penalty: float = 0.1  # Taken off the outcome that a step with an invalid answer sees.
     engine_correction: float = 0.0
     """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
-    freeze_vision: bool = False  # Train the language side alone; the tower sees a picture once.
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"

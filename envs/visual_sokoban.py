@@ -65,6 +65,7 @@ class VisualSokobanArgs(SokobanArgs):
 
     cell_pixels: int = TILE
     """Side of a cell in the picture [pixels], 16 as drawn; 28 gives Qwen2.5-VL a token a cell."""
+    freeze_vision: bool = False  # Train the language side alone; the tower sees a picture once.
     saved_pictures: int = 1000
     """Most pictures that a run keeps beside its episodes (runs/NAME/pictures), each once."""
 

@@ -125,7 +125,7 @@ class Run:
         if not shows_pictures(self.env):
             return AutoModelForCausalLM.from_pretrained(self.model_path, **reading)
         model = read_seeing_model(self.model_path, self.args.model, reading)
-        if self.args.freeze_vision:
+        if self.args.world.freeze_vision:
             model.base_model.visual.requires_grad_(False)
         return model
 
