@@ -282,7 +282,8 @@ def check_ranks(args, path: Path) -> None:
     """Refuse an adapter that is wider than the model itself."""
     if not (path / "config.json").is_file():
         return
-    width = read_object(path / "config.json").get("hidden_size")
+    config = read_object(path / "config.json")
+    width = (config.get("text_config") or config).get("hidden_size")
     for name, rank in flags_of(args).items():
         if name.endswith("lora_rank") and width and rank > width:
             refuse(name, rank, f"--model {args.model} is {width} wide")

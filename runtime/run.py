@@ -19,6 +19,7 @@ import fcntl
 import functools
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -568,8 +569,10 @@ def discard(run: Run) -> None:
     """Remove the directory that this process made for a run, where nothing was kept in it."""
     if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
         return
-    for name in ("args.json", "run.json", "metrics.jsonl", "episodes.jsonl", "lock"):
+    tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"
+    for name in ("args.json", "run.json", *tables, "lock"):
         (run.path / name).unlink(missing_ok=True)
+    shutil.rmtree(run.path / "pictures", ignore_errors=True)
     for made in reversed(run.began):
         with contextlib.suppress(OSError):  # somebody else's file is in it
             made.rmdir()
