@@ -13,6 +13,7 @@ from runtime import processes
 
 import torch
 
+SECTIONS = [16, 24, 24]  # mrope_section where config.json has none
 KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
 Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
 
@@ -121,10 +122,16 @@ class PictureProcessor:
 
 
 def refuse_blind(config, model: str) -> None:
-    """Exit with one line where the model sees no pictures."""
+    """Exit with one line where the model sees no pictures, or where it places them (M-RoPE) in
+    other numbers than its heads have."""
     if config.model_type != "qwen2_5_vl":
         kind = f"its type {config.model_type} sees no pictures here"
         sys.exit(f"--model {model}: {kind}; the visual worlds need a Qwen2.5-VL")
+    text = config.get_text_config()
+    sections = text.rope_parameters.get("mrope_section", SECTIONS)
+    if 2 * sum(sections) * text.num_attention_heads != text.hidden_size:
+        width = f"{text.num_attention_heads} heads in {text.hidden_size}"
+        sys.exit(f"--model {model}: config.json: mrope_section {sections} does not fit {width}")
 
 
 def shows_pictures(env) -> bool:

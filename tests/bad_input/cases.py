@@ -1041,6 +1041,11 @@ VISUAL = [
         with_values("config.json", "text_config", "hidden_size", to=10**12),
         ("hidden_size is 1000000000000",),
     ),
+    (
+        "no sections",
+        with_values("config.json", "text_config", "rope_parameters", "mrope_section", to=[1, 2]),
+        ("mrope_section [1, 2]",),
+    ),
     ("no place for a picture", seeing(put("chat_template.jinja", TURN)), ("template",)),
 ]
 VISUAL = [
@@ -1064,6 +1069,10 @@ VISUAL.append(
         ("--model", "made for pictures"),
     )
 )
+for width in (32, 66, 96):
+    words = flags("--environment", "visual_sokoban", "--hidden", str(width))
+    says = (f"--hidden {width}: a model that sees is 32 x --heads 2 wide",)
+    VISUAL.append(Case("models that see", f"a new one {width} wide", words, says, "warm_start"))
 
 
 # ------------ a run as a page ------------
