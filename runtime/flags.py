@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from runtime.models import ModelError, check_directory, read_object
 from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
+from runtime.terminal import warn
 
 import tyro
 
@@ -261,7 +262,7 @@ def check_model(args, env) -> str:
         check_safetensors(Path(path), args.model)
     if trust:
         runs = f"runs whatever program comes with {args.model}"
-        print(f"warning: --trust-remote-code {runs}", file=sys.stderr)
+        warn(f"--trust-remote-code {runs}")
     check_sight(path, args, env)
     if args.max_context_tokens > longest:
         reason = f"--model {args.model} was made for {longest}"

@@ -257,6 +257,7 @@ class Run:
             if shows_pictures(self.env):
                 most = self.args.world.saved_pictures
                 pictures = report.save_pictures(trajectories, self.path, most)
+                pictures |= report.save_pictures(self.panel, self.path, most // 2)
             episodes = report.episode_lines(self.row, trajectories, columns, pictures)
             panel = report.episode_lines(self.row, self.panel, {}, pictures)
             append(self.path / "episodes.jsonl", episodes)
