@@ -308,8 +308,7 @@ def new_seeing_model(tokenizer, args):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     std = 0.8 / args.hidden**0.5
-    sections = [4, 6, 6]  # of a head's 16 rotary pairs: time, row, column
-    rope = {"rope_type": "default", "rope_theta": args.rotary_base, "mrope_section": sections}
+    rope = {"rope_type": "default", "rope_theta": args.rotary_base, "mrope_section": [4, 6, 6]}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     text = dict(
         vocab_size=len(tokenizer),
@@ -422,6 +421,8 @@ def main():
     args = parse(Args, __doc__)
     if args.heads % args.kv_heads:
         refuse("kv_heads", args.kv_heads, f"has to divide --heads {args.heads}")
+    if "visual" in args.environment and not args.model and args.hidden != 32 * args.heads:
+        refuse("hidden", args.hidden, f"a model that sees is 32 x --heads {args.heads} wide")
     check_files(Path(args.model or "no model"), args.model)
     check_writable("out", args.out)
     random.seed(args.seed)

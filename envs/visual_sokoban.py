@@ -90,8 +90,6 @@ class VisualSokoban(Sokoban):
     def from_args(cls, args) -> "VisualSokoban":
         """The environment of a script's flags; exits with one line that names what cannot be."""
         world = args.world
-        if world.saved_pictures < 0:
-            sys.exit(f"--saved-pictures {world.saved_pictures}: has to be at least 0")
         try:
             return cls(world.num_boxes, world.room_size, args.max_steps, world.cell_pixels)
         except ValueError as error:

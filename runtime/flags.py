@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from runtime.models import ModelError, check_directory, read_object
 from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
+from runtime.terminal import warn
 
 import tyro
 
@@ -274,7 +275,7 @@ def check_model(args, env) -> str:
         check_safetensors(Path(path), args.model)
     if trust:
         runs = f"runs whatever program comes with {args.model}"
-        print(f"warning: --trust-remote-code {runs}", file=sys.stderr)
+        warn(f"--trust-remote-code {runs}")
     check_sight(path, args, env)
     if args.max_context_tokens > longest:
         reason = f"--model {args.model} was made for {longest}"
@@ -295,7 +296,8 @@ def check_ranks(args, path: Path) -> None:
     """Refuse an adapter that is wider than the model itself."""
     if not (path / "config.json").is_file():
         return
-    width = read_object(path / "config.json").get("hidden_size")
+    config = read_object(path / "config.json")
+    width = (config.get("text_config") or config).get("hidden_size")
     for name, rank in flags_of(args).items():
         if name.endswith("lora_rank") and width and rank > width:
             refuse(name, rank, f"--model {args.model} is {width} wide")

@@ -13,9 +13,10 @@ from runtime import terminal
 from runtime.chat import Chat
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that train, as safetensors names them
-SIZES = (  # of config.json
+SIZES = (  # of config.json, and of its parts for words and for pictures
     "hidden_size intermediate_size num_attention_heads num_hidden_layers num_key_value_heads "
-    "head_dim vocab_size max_position_embeddings"
+    "head_dim vocab_size max_position_embeddings depth num_heads out_hidden_size in_channels "
+    "patch_size spatial_merge_size temporal_patch_size"
 ).split()
 LARGEST = 10_000_000  # of these
 
@@ -34,19 +35,22 @@ def check_directory(path: Path) -> None:
         merge = "merge it into its base model first (merge_and_unload of peft), and save that"
         raise ModelError(f"an adapter alone, without its base model; {merge}")
 
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        if (path / name).exists():
-            read_object(path / name)
+    for name in ("generation", "tokenizer", "preprocessor"):
+        if (path / f"{name}_config.json").exists():
+            read_object(path / f"{name}_config.json")
+    if (path / "tokenizer.json").exists():
+        read_object(path / "tokenizer.json")
     config = read_object(path / "config.json")
     if config.get("quantization_config"):
         raise ModelError("config.json: quantised weights do not train; take the model in bfloat16")
-    for name in SIZES:
-        size = config.get(name)
-        if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
-            raise ModelError(f"config.json: {name} is {size!r}"[:200])
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if heads and width and not config.get("head_dim") and width % heads:
-        raise ModelError(f"config.json: hidden_size {width} is no multiple of {heads} heads")
+    parts = [config]
+    for name in ("text_config", "vision_config"):
+        part = config.get(name) or {}
+        if not isinstance(part, dict):
+            raise ModelError(f"config.json: {name} is no object")
+        parts.append(part)
+    for part in parts:
+        check_sizes(part)
 
     index = path / "model.safetensors.index.json"
     if index.exists():
@@ -55,7 +59,20 @@ def check_directory(path: Path) -> None:
             raise ModelError(f"{index.name}: weight_map is missing or damaged")
         if missing := sorted({s for s in shards.values() if not (path / s).is_file()}):
             raise ModelError(f"{missing[0]} is missing, which {index.name} names")
-    check_headers(path, config.get("num_hidden_layers") or 0)
+    names = "num_hidden_layers", "depth"
+    check_headers(path, [(name, part.get(name) or 0) for part in parts for name in names])
+
+
+def check_sizes(config: dict) -> None:
+    """Raise ModelError where the sizes of a part of config.json cannot be."""
+    for name in SIZES:
+        size = config.get(name)
+        if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
+            raise ModelError(f"config.json: {name} is {size!r}"[:200])
+    heads = config.get("num_attention_heads") or config.get("num_heads")
+    width = config.get("hidden_size")
+    if heads and width and not config.get("head_dim") and width % heads:
+        raise ModelError(f"config.json: hidden_size {width} is no multiple of {heads} heads")
 
 
 def read_object(file: Path) -> dict:
@@ -69,9 +86,9 @@ def read_object(file: Path) -> dict:
     return found
 
 
-def check_headers(path: Path, layers: int) -> None:
+def check_headers(path: Path, layers: list[tuple[str, int]]) -> None:
     """Raise ModelError where safetensors cannot be read, or have not the weights of a model with so
-    many layers."""
+    many layers, as (their name in config.json, number)."""
     from safetensors import SafetensorError, safe_open
 
     count = 0
@@ -86,9 +103,10 @@ def check_headers(path: Path, layers: int) -> None:
                         raise ModelError(f"{file.name}: quantised weights do not train ({dtype})")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file.name} is no safetensors file ({error})") from error
-    if layers > count > 0:
-        tensors = f"the safetensors have {count} tensors"
-        raise ModelError(f"config.json: num_hidden_layers is {layers}, and {tensors}")
+    for name, number in layers:
+        if number > count > 0:
+            tensors = f"the safetensors have {count} tensors"
+            raise ModelError(f"config.json: {name} is {number}, and {tensors}")
 
 
 def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):

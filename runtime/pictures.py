@@ -13,6 +13,7 @@ from runtime import processes
 
 import torch
 
+SECTIONS = [16, 24, 24]  # mrope_section where config.json has none
 KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
 Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
 
@@ -65,12 +66,13 @@ class PictureProcessor:
         self.never = never_sampled(config)
         try:
             self.processor = processor or Qwen2VLImageProcessorPil.from_pretrained(path)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # each part of it has its own
             first = str(error).splitlines()[0]
             sys.exit(f"--model {model}: no preprocessor_config.json for its pictures ({first})")
         self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
-        tower = config.vision_config
-        if (self.patch, self.merge) != (tower.patch_size, tower.spatial_merge_size):
+        tower, frames = config.vision_config, self.processor.temporal_patch_size
+        sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
+        if (self.patch, self.merge, frames) != sizes:
             both = "preprocessor_config.json and config.json"
             sys.exit(f"--model {model}: {both} differ in the size of patches or how many merge")
         self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
@@ -90,12 +92,18 @@ class PictureProcessor:
             needs = f"--model {self.model} takes multiples of {side}, see --cell-pixels"
             sys.exit(f"a picture has {width} x {height} pixels: {needs}")
 
-        seen = self.processor(images=[image], return_tensors="pt")
+        try:
+            seen = self.processor(images=[image], return_tensors="pt")
+        except Exception as error:  # each part of it has its own
+            first = str(error).splitlines()[0]
+            sys.exit(f"--model {self.model}: its preprocessor_config.json fails ({first})")
         patches = seen["pixel_values"]
         if seen["image_grid_thw"].tolist() != [[1, rows, columns]]:
             resizes = f"--model {self.model} would resize it, see --cell-pixels"
             sys.exit(f"a picture has {width} x {height} pixels: {resizes}")
         channels = patches.view(len(patches), 3, -1)  # [n, channel, d / 3]
+        if not patches.isfinite().all():
+            sys.exit(f"--model {self.model}: its processor makes pixels that are no numbers")
         if not (channels.amax((0, 2)) > channels.amin((0, 2))).any():
             sys.exit(f"--model {self.model}: its processor makes all pixels of a picture alike")
         return patches, (rows // self.merge, columns // self.merge)
@@ -114,10 +122,16 @@ class PictureProcessor:
 
 
 def refuse_blind(config, model: str) -> None:
-    """Exit with one line where the model sees no pictures."""
+    """Exit with one line where the model sees no pictures, or where it places them (M-RoPE) in
+    other numbers than its heads have."""
     if config.model_type != "qwen2_5_vl":
         kind = f"its type {config.model_type} sees no pictures here"
         sys.exit(f"--model {model}: {kind}; the visual worlds need a Qwen2.5-VL")
+    text = config.get_text_config()
+    sections = text.rope_parameters.get("mrope_section", SECTIONS)
+    if 2 * sum(sections) * text.num_attention_heads != text.hidden_size:
+        width = f"{text.num_attention_heads} heads in {text.hidden_size}"
+        sys.exit(f"--model {model}: config.json: mrope_section {sections} does not fit {width}")
 
 
 def shows_pictures(env) -> bool:

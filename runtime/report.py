@@ -239,5 +239,6 @@ def write_page(run) -> None:
         return
     try:
         say(f"the run as a page: {viewer.write_page([run.path])}")
-    except OSError as error:
-        warn(f"{run.path}/view.html was not written ({error.strerror})")
+    except (OSError, SystemExit) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        warn(f"{run.path}/view.html was not written ({reason})")

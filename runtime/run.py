@@ -19,6 +19,7 @@ import fcntl
 import functools
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -258,6 +259,7 @@ class Run:
             if shows_pictures(self.env):
                 most = self.args.world.saved_pictures
                 pictures = report.save_pictures(trajectories, self.path, most)
+                pictures |= report.save_pictures(self.panel, self.path, most // 2)
             episodes = report.episode_lines(self.row, trajectories, columns, pictures)
             panel = report.episode_lines(self.row, self.panel, {}, pictures)
             append(self.path / "episodes.jsonl", episodes)
@@ -574,8 +576,10 @@ def discard(run: Run) -> None:
     """Remove the directory that this process made for a run, where nothing was kept in it."""
     if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
         return
-    for name in ("args.json", "run.json", "metrics.jsonl", "episodes.jsonl", "lock"):
+    tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"
+    for name in ("args.json", "run.json", *tables, "lock"):
         (run.path / name).unlink(missing_ok=True)
+    shutil.rmtree(run.path / "pictures", ignore_errors=True)
     for made in reversed(run.began):
         with contextlib.suppress(OSError):  # somebody else's file is in it
             made.rmdir()

@@ -17,13 +17,14 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import EPISODE_VERSION, read_json, replace_file, rows_of
+from runtime.files import EPISODE_VERSION, finite, read_json, replace_file, rows_of, to_json
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"train": "episodes.jsonl", "eval": "eval_episodes.jsonl"}
 MOST = 10_000  # episodes of a page
 HEAD = re.compile(r'^\{(?:"version": \d+, )?"iteration": (\d+),')  # how a row begins
 TEXTS = ("observation", "action", "picture")  # of a step; every other column is a number
+NUMBERS = (int, float, bool, type(None))
 COLOURED = (  # what steps can be coloured by, if they have it
     "implicit_reward ground_truth_reward reward advantage step_advantage episode_advantage progress"
 ).split()
@@ -57,7 +58,7 @@ def read_run(path: Path, most: int) -> dict:
     """What the page's index has of a run, with the steps of its sets, which are not packed yet."""
     if not (path / "args.json").is_file():
         sys.exit(f"{path}: no run there")
-    flags, starts = read_json(path / "args.json"), read_json(path / "run.json")["starts"]
+    flags, starts = record_of(path)
     script = starts[0]["script"]
     rows = rows_of(path / "metrics.jsonl")
     keys = dict.fromkeys(key for row in rows for key in row if key != "iteration")
@@ -68,7 +69,10 @@ def read_run(path: Path, most: int) -> dict:
     kept, told = thinned(counts, most)
     sets = []
     for kind, file in FILES.items():
-        sets += read_sets(path / file, kind, kept)
+        read, damaged = read_sets(path / file, kind, kept)
+        sets += read
+        if damaged:
+            told = f"{told} {damaged:,} damaged rows of {file} are left out.".strip()
     return {
         "name": path.resolve().name,
         "script": script,
@@ -84,11 +88,23 @@ def read_run(path: Path, most: int) -> dict:
     }
 
 
+def record_of(path: Path) -> tuple[dict, list[dict]]:
+    """(flags, starts) of a run; exits with one line where they are not what a run writes."""
+    try:
+        flags, starts = read_json(path / "args.json"), read_json(path / "run.json")["starts"]
+        texts = [starts[0]["script"], starts[0]["command"], starts[-1].get("world", "")]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        flags, texts = None, []
+    if not isinstance(flags, dict) or not all(isinstance(text, str) for text in texts):
+        sys.exit(f"{path}: its args.json or run.json is not what a run writes")
+    return flags, starts
+
+
 def count(path: Path) -> dict[int, int]:
     """{iteration: number of rows}, from the beginning of each line."""
     found: dict[int, int] = {}
     if path.exists():
-        with path.open() as lines:
+        with path.open(errors="replace") as lines:
             for head in map(HEAD.match, lines):
                 if head:
                     iteration = int(head[1])
@@ -125,29 +141,52 @@ def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str
     return kept, f"{shown:,} of {total:,} episodes are on this page: {which}."
 
 
-def read_sets(path: Path, kind: str, kept: set[int]) -> list[dict]:
-    """The episodes of each kept iteration: {kind, iteration, episodes, steps}, in their order.
+def read_sets(path: Path, kind: str, kept: set[int]) -> tuple[list[dict], int]:
+    """(the episodes of each kept iteration: {kind, iteration, episodes, steps}, in their order, how
+    many rows are left out because they are none).
 
     An episode is [task, outcome, success, truncated, invalid steps, steps]. steps has columns (the
     names), texts (each once) and, for every episode, a list per step: its columns' entries, where
     texts are places in `texts`."""
     sets: dict[int, dict] = {}
+    damaged = 0
     if not path.exists():
-        return []
-    with path.open() as lines:
+        return [], damaged
+    with path.open(errors="replace") as lines:
         for line in lines:
             head = HEAD.match(line)
             if not head or int(head[1]) not in kept:
                 continue
             try:
                 episode = json.loads(line)
-            except ValueError:
-                break  # torn by a kill, or being written now
-            if episode.get("version", 1) > EPISODE_VERSION:
-                newer = f"a row has version {episode['version']}"
+            except (ValueError, RecursionError):
+                damaged += line.endswith("\n")  # else torn by a kill, or being written now
+                continue
+            version = episode.get("version", 1)
+            if type(version) is int and version > EPISODE_VERSION:
+                newer = f"a row has version {version}"
                 sys.exit(f"{path}: {newer}, and this program reads up to {EPISODE_VERSION}")
+            if not is_episode(episode):
+                damaged += 1
+                continue
             add_episode(sets.setdefault(episode["iteration"], new_set(kind, episode)), episode)
-    return [sets[iteration] for iteration in sorted(sets)]
+    return [sets[iteration] for iteration in sorted(sets)], damaged
+
+
+def is_episode(row: dict) -> bool:
+    """Whether a row is what docs/episodes.md says, so that the page can show it."""
+    whole = all(type(row.get(name)) is int for name in ("iteration", "task"))
+    numbers = all(type(row.get(name)) in NUMBERS for name in ("outcome", "success", "truncated"))
+    steps = row.get("steps")
+    return whole and numbers and isinstance(steps, list) and all(map(is_step, steps))
+
+
+def is_step(step) -> bool:
+    if not isinstance(step, dict) or not {"observation", "action", "valid"} <= step.keys():
+        return False
+    texts = [step[name] for name in TEXTS if step.get(name) is not None]
+    numbers = (value for name, value in step.items() if name not in TEXTS)
+    return all(type(t) is str for t in texts) and all(type(n) in NUMBERS for n in numbers)
 
 
 def new_set(kind: str, episode: dict) -> dict:
@@ -159,9 +198,9 @@ def new_set(kind: str, episode: dict) -> dict:
 def add_episode(to: dict, episode: dict) -> None:
     """Add a row of episodes.jsonl to the set of its iteration."""
     told, texts = episode["steps"], to["steps"]["texts"]
-    success = episode.get("success", (episode["outcome"] or 0) >= 1)
+    success = episode.get("success", (episode.get("outcome") or 0) >= 1)
     invalid = sum(not step["valid"] for step in told)
-    about = [episode["task"], number(episode["outcome"]), success, episode["truncated"]]
+    about = [episode["task"], number(episode.get("outcome")), success, episode.get("truncated")]
     to["episodes"].append([*about, invalid, len(told)])
 
     steps = []
@@ -177,7 +216,8 @@ def add_episode(to: dict, episode: dict) -> None:
 
 
 def number(value):
-    """A number as the page needs it, six digits after the point."""
+    """A number as the page needs it: six digits after the point, None where it is not finite."""
+    value = finite(value)
     return round(value, 6) if isinstance(value, float) else value
 
 
@@ -225,7 +265,7 @@ def packed(steps: dict) -> str:
 def page_of(runs: list[dict], chunks: list[str], pictures: dict[str, str]) -> str:
     """The page's text, from page/: its frame, style and script."""
     title = " against ".join(run["name"] for run in runs)
-    data = json.dumps({"runs": runs, "within": WITHIN}, separators=(",", ":"))
+    data = to_json({"runs": runs, "within": WITHIN}, separators=(",", ":"))
     kept = {f"chunk-{number}": chunk for number, chunk in enumerate(chunks)}
     kept |= {f"picture-{name}": png for name, png in pictures.items()}
     packs = (

@@ -5,6 +5,7 @@ vLLM runs in one process of its own (this file, as a script), which measures; a 
 it measured.
 """
 
+import base64
 import copy
 import io
 import json
@@ -505,8 +506,8 @@ def test_refusals_at_the_start(script, tmp_path):
         (["--model", blind], f"--model {blind}: its type qwen3 sees no pictures"),
         (["--cell-pixels", "10"], "60 x 60 pixels: --model models/tiny-visual-sokoban takes"),
         (["--cell-pixels", "64"], "384 x 384 pixels: --model models/tiny-visual-sokoban would"),
-        (["--cell-pixels", "0"], "--cell-pixels 0: has to be at least 1"),
-        (["--saved-pictures", "-1"], "--saved-pictures -1: has to be at least 0"),
+        (["--cell-pixels", "0"], "--cell-pixels 0: has to be a whole number from 1 to 1,024"),
+        (["--saved-pictures", "-1"], "--saved-pictures -1: has to be a whole number from 0 to "),
     ]
     for flags, words in cases:
         done = run_main(script, *SMALL, *flags, cwd=tmp_path, check=False)
@@ -537,18 +538,19 @@ def test_a_run_keeps_its_pictures_once_and_no_more_than_told(bound, tmp_path):
     flags = [*SMALL, "--run-name", "seen", "--saved-pictures", bound]
     run_main(SCRIPTS[0], *flags, cwd=tmp_path)
     run = tmp_path / "runs" / "seen"
-    steps = [
-        step
-        for line in (run / "episodes.jsonl").read_text().splitlines()
-        for step in json.loads(line)["steps"]
-    ]
-    named = {step["picture"] for step in steps} - {None}
+    steps, named = [], set()
+    for table in ("episodes.jsonl", "eval_episodes.jsonl"):
+        rows = map(json.loads, (run / table).read_text().splitlines())
+        steps.append([step["picture"] for row in rows for step in row["steps"]])
+        assert {*steps[-1]} > {None} or None not in steps[-1]  # some of each were kept
+        named |= {*steps[-1]} - {None}
     files = {f"pictures/{path.name}" for path in (run / "pictures").iterdir()}
     assert named == files and 0 < len(files) <= bound
-    if bound == 3:
-        assert any(step["picture"] is None for step in steps)
+    assert all((None in of_table) == (bound == 3) for of_table in steps)
+    page = (run / "view.html").read_text()
     for name in named:
         assert Image.open(run / name).size == (96, 96)
+        assert page.count(base64.b64encode((run / name).read_bytes()).decode()) == 1
 
 
 def test_warm_start_makes_a_model_that_sees(tmp_path):

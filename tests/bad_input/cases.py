@@ -990,11 +990,151 @@ CLONING = [
     for name, make, says in CLONING
 ]
 
-# ------------ a place for what is built beside this: the visual world, the viewer, the sweep runner
 
-VISUAL: list[Case] = []
-VIEWER: list[Case] = []
-SWEEPS: list[Case] = []
+# ------------ the visual world ------------
+
+SEEING = Path(__file__).parent.parent.parent / "models" / "tiny-visual-sokoban"
+
+
+def seeing(change: Callable[[Path], None], *words: str) -> Callable[[Path], list[str]]:
+    """The tiny model that sees, changed."""
+
+    def prepare(home: Path) -> list[str]:
+        change(shutil.copytree(SEEING, home / "model"))
+        return ["--model", "model", *words]
+
+    return prepare
+
+
+def with_values(name: str, *path, to) -> Callable[[Path], list[str]]:
+    """With another value at this path of one of its JSON files."""
+    return seeing(value(name, *path, to=to))
+
+
+PROCESSOR, TOWER = "preprocessor_config.json", ("config.json", "vision_config")
+WORDS_MODEL = ["--model", str(TINY), "--max-context-tokens", "600"]
+VISUAL = [
+    ("a model of words", lambda home: WORDS_MODEL, ("sees no pictures",)),
+    ("no preprocessor", seeing(gone(PROCESSOR)), (PROCESSOR,)),
+    ("a preprocessor is cut", seeing(put(PROCESSOR, '{"a')), (PROCESSOR,)),
+    ("a preprocessor is a list", seeing(put(PROCESSOR, "[]")), (PROCESSOR, "no JSON object")),
+    ("a preprocessor is {}", seeing(put(PROCESSOR, "{}")), (PROCESSOR, "differ")),
+    ("a preprocessor is a pipe", seeing(queue(PROCESSOR)), (PROCESSOR, "no file")),
+    ("patches of 0", with_values(PROCESSOR, "patch_size", to=0), (PROCESSOR, "differ")),
+    ("patches of words", with_values(PROCESSOR, "patch_size", to="a"), (PROCESSOR,)),
+    ("another merge", with_values(PROCESSOR, "merge_size", to=2), (PROCESSOR, "differ")),
+    ("three frames", with_values(PROCESSOR, "temporal_patch_size", to=3), (PROCESSOR, "differ")),
+    ("std 0", with_values(PROCESSOR, "image_std", to=[0, 0, 0]), ("no numbers",)),
+    ("one mean", with_values(PROCESSOR, "image_mean", to=[0.5]), (PROCESSOR,)),
+    ("a size in words", with_values(PROCESSOR, "size", to="big"), (PROCESSOR,)),
+    ("no image token", with_values("config.json", "image_token_id", to=9999), ("picture",)),
+    ("no heads", with_values(*TOWER, "num_heads", to=0), ("num_heads is 0",)),
+    ("three heads", with_values(*TOWER, "num_heads", to=3), ("no multiple of 3",)),
+    ("a billion layers", with_values(*TOWER, "depth", to=10**9), ("depth is 1000000000",)),
+    ("a million layers", with_values(*TOWER, "depth", to=10**6), ("depth is 1000000,",)),
+    ("a third layer", with_values(*TOWER, "depth", to=3), ("missing",)),
+    ("another output", with_values(*TOWER, "out_hidden_size", to=32), ("another shape",)),
+    ("a tower in a list", with_values(*TOWER, to=[1]), ("vision_config is no object",)),
+    ("no text", with_values("config.json", "text_config", to=[1]), ("text_config is no object",)),
+    (
+        "huge words",
+        with_values("config.json", "text_config", "hidden_size", to=10**12),
+        ("hidden_size is 1000000000000",),
+    ),
+    (
+        "no sections",
+        with_values("config.json", "text_config", "rope_parameters", "mrope_section", to=[1, 2]),
+        ("mrope_section [1, 2]",),
+    ),
+    ("no place for a picture", seeing(put("chat_template.jinja", TURN)), ("template",)),
+]
+VISUAL = [
+    Case("models that see", name, make, ("--model", *says), "rloo_visual_sokoban")
+    for name, make, says in VISUAL
+]
+VISUAL += [
+    Case("rooms as pictures", words, flags(*words.split()), (says,), "rloo_visual_sokoban")
+    for words, says in {
+        "--cell-pixels 0": "--cell-pixels 0: has to be a whole number",
+        "--cell-pixels nan": "--cell-pixels nan: has to be a whole number",
+        "--cell-pixels 17": "multiples of 16, see --cell-pixels",
+        "--saved-pictures -1": "--saved-pictures -1: has to be a whole number",
+        "--freeze-vision=2": "--freeze-vision 2: True or False",
+        "--policy-lora-rank 65": "--model models/tiny-visual-sokoban is 64 wide",
+    }.items()
+]
+VISUAL.append(
+    Case(
+        *("models that see", "in a world of words", lambda home: ["--model", str(SEEING)]),
+        ("--model", "made for pictures"),
+    )
+)
+for width in (32, 66, 96):
+    words = flags("--environment", "visual_sokoban", "--hidden", str(width))
+    says = (f"--hidden {width}: a model that sees is 32 x --heads 2 wide",)
+    VISUAL.append(Case("models that see", f"a new one {width} wide", words, says, "warm_start"))
+
+
+# ------------ a run as a page ------------
+
+
+def viewed(change: Callable[[Path], None], *words: str) -> Callable[[Path], list[str]]:
+    """That run, changed, and looked at."""
+
+    def prepare(home: Path) -> list[str]:
+        run = shutil.copytree(finished("rloo_sokoban"), home / "runs" / "base")
+        change(run)
+        return ["runs/base", *words]
+
+    return prepare
+
+
+EPISODES = "episodes.jsonl"
+NO_RUN = "args.json or run.json is not what a run writes"
+ROW = b'{"version": 2, "iteration": 1, "task": 1, "outcome": 1, "truncated": false, "steps": '
+VIEWER = [
+    ("nothing", flags(), "one run or two, not 0"),
+    ("three", flags("a", "b", "c"), "one run or two, not 3"),
+    ("a run that is not there", flags("nowhere"), "nowhere: no run there"),
+    ("ESC", flags("a\x1b[2J"), "not printable"),
+    ("a name of 5,000", flags("a" * 5000), "4,096 are the most"),
+    ("a flag without a value", viewed(as_it_is, "--episodes"), "--episodes: a value is missing"),
+    ("0 episodes", viewed(as_it_is, "--episodes=0"), "--episodes 0: has to be a whole number"),
+    ("nan episodes", viewed(as_it_is, "--episodes=nan"), "--episodes nan: has to be"),
+    (
+        "no such flag",
+        viewed(as_it_is, "--epsodes=3"),
+        "--epsodes=3: no such flag; perhaps --episodes",
+    ),
+    ("no args.json", viewed(gone("args.json")), "runs/base: no run there"),
+    ("args.json is cut", viewed(put("args.json", '{"a')), NO_RUN),
+    ("args.json is a list", viewed(put("args.json", "[]")), NO_RUN),
+    ("no run.json", viewed(gone("run.json")), "run.json: No such file"),
+    ("run.json is cut", viewed(put("run.json", '{"st')), NO_RUN),
+    ("no starts", viewed(put("run.json", '{"starts": []}')), NO_RUN),
+    ("a start is a number", viewed(put("run.json", '{"starts": [1]}')), NO_RUN),
+    ("no script", viewed(value("run.json", "starts", 0, "script", to=3)), NO_RUN),
+    (f"{EPISODES} is a directory", viewed(directory(EPISODES)), "Is a directory"),
+    ("of tomorrow", viewed(changed(EPISODES, line(1, ROW.replace(b"2", b"9") + b"[]}"))), "9"),
+]
+VIEWER = [Case("a run as a page", name, make, (says,), "view") for name, make, says in VIEWER]
+VIEWER += [
+    Case(
+        *("a run as a page", f"a row with {name}"),
+        viewed(changed(EPISODES, line(1, row))),
+        ("runs/base/view.html",),
+        *("view", True),
+    )
+    for name, row in {
+        "no JSON": ROW + b"junk",
+        "nothing": b'{"version": 2, "iteration": 1}',
+        "a number for a step": ROW + b"[1]}",
+        "an object for words": ROW + b'[{"observation": {}, "action": "", "valid": true}]}',
+        "infinity": ROW + b'[{"observation": "", "action": "", "valid": true, "reward": 1e999}]}',
+        "no text": b'{"version": 2, "iteration": 1, \xff\xfe',
+        "a hundred thousand brackets": ROW + b"[" * 100_000,
+    }.items()
+]
 
 CASES = [*MODELS, *CLONING, *RECORDS, *TABLES, *OVERRIDES, *FOREIGN, *NAMES, *SHOP, *ROOMS, *TALKS]
-CASES += [*URLS, *FLAGS, *VISUAL, *VIEWER, *SWEEPS]
+CASES += [*URLS, *FLAGS, *VISUAL, *VIEWER]
