@@ -41,7 +41,12 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 --disable-background-networking --disable-component-update --force-device-scale-factor=1"""
 SMALL = """--engine hf --iterations 2 --tasks-per-iteration 4 --group-size 4 --eval-tasks 4
 --eval-samples 1 --eval-every 1 --seed 9 --max-steps 6"""
-WORLDS = {"sokoban": ".board", "webshop": ".shop .can", "sotopia": ".other"}
+WORLDS = {
+    "sokoban": ".board",
+    "visual_sokoban": "img.picture",
+    "webshop": ".shop .can",
+    "sotopia": ".other",
+}
 HOSTILE = {
     "script": "<script>window.pwned = 1</script></script><script>window.pwned = 2</script>",
     "handler": '<img src="x" onerror="window.pwned = 3"><svg onload="window.pwned = 4">',
@@ -163,9 +168,10 @@ class Page:
         return [url for url in asked if not url.startswith("chrome")]
 
     def assert_quiet(self, path):
-        """No word in the console, and no request but the page itself."""
+        """No word in the console, and no request but the page itself; pictures are in it."""
         assert self.browser.get_log("browser") == []
-        assert set(self.requests()) <= {f"file://{path}"}
+        asked = {url for url in self.requests() if not url.startswith("data:image/png;base64,")}
+        assert asked <= {f"file://{path}"}
 
     def all(self, selector, value):
         """A value of every element: JavaScript of e."""
