@@ -156,6 +156,7 @@ def read_sets(path: Path, kind: str, kept: set[int]) -> tuple[list[dict], int]:
         for line in lines:
             head = HEAD.match(line)
             if not head or int(head[1]) not in kept:
+                damaged += not head and line.endswith("\n")
                 continue
             try:
                 episode = json.loads(line)

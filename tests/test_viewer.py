@@ -41,7 +41,12 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 --disable-background-networking --disable-component-update --force-device-scale-factor=1"""
 SMALL = """--engine hf --iterations 2 --tasks-per-iteration 4 --group-size 4 --eval-tasks 4
 --eval-samples 1 --eval-every 1 --seed 9 --max-steps 6"""
-WORLDS = {"sokoban": ".board", "webshop": ".shop .can", "sotopia": ".other"}
+WORLDS = {
+    "sokoban": ".board",
+    "visual_sokoban": "img.picture",
+    "webshop": ".shop .can",
+    "sotopia": ".other",
+}
 HOSTILE = {
     "script": "<script>window.pwned = 1</script></script><script>window.pwned = 2</script>",
     "handler": '<img src="x" onerror="window.pwned = 3"><svg onload="window.pwned = 4">',
@@ -163,9 +168,10 @@ class Page:
         return [url for url in asked if not url.startswith("chrome")]
 
     def assert_quiet(self, path):
-        """No word in the console, and no request but the page itself."""
+        """No word in the console, and no request but the page itself; pictures are in it."""
         assert self.browser.get_log("browser") == []
-        assert set(self.requests()) <= {f"file://{path}"}
+        asked = {url for url in self.requests() if not url.startswith("data:image/png;base64,")}
+        assert asked <= {f"file://{path}"}
 
     def all(self, selector, value):
         """A value of every element: JavaScript of e."""
@@ -361,6 +367,19 @@ def test_older_iterations_are_thinned_and_the_page_says_so(tmp_path):
     index, chunks = unpacked(write_page([make_run(tmp_path / "a", episodes)], most=20))
     assert "one in" in index["runs"][0]["told"] and len(chunks) < 10
     assert sum(len(one["episodes"]) for one in index["runs"][0]["sets"]) <= 20
+
+
+def test_damaged_rows_are_left_out_and_told(tmp_path):
+    run = make_run(tmp_path / "a", [make_episode()])
+    head = b'{"version": 2, "iteration": 1, "task": 3, "outcome": '
+    rows = head + b"junk\n", b"[]\n", head + b'1, "truncated": false, "steps": [1]}\n'
+    torn = head + b'1, "trunc'  # by a kill: it comes again
+    with (run / "episodes.jsonl").open("ab") as file:
+        file.write(b"".join(rows) + torn)
+    index, chunks = unpacked(write_page([run]))
+    assert index["runs"][0]["told"] == "3 damaged rows of episodes.jsonl are left out."
+    (kept,) = index["runs"][0]["sets"]
+    assert len(kept["episodes"]) == len(chunks) == 1
 
 
 @pytest.mark.parametrize(
