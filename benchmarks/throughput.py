@@ -429,7 +429,7 @@ def serve_script(spec: dict) -> None:
     for name in ("Sokoban", "WebShop"):
         if hasattr(module, name):
             setattr(module, name, SimpleNamespace(from_args=from_args))
-    endless = dict.fromkeys(("iterations", "eval_every", "save_every"), 10**9)
+    endless = dict.fromkeys(("iterations", "eval_every", "save_every"), 10**7)
     endless |= dict(eval_tasks=1, eval_samples=1)
     fixed = dict(minibatches=1, learning_rate=1e-6, engine_memory=ENGINE_MEMORY, engine="vllm")
     fixed |= dict(max_context_tokens=CONTEXT[Path(spec["model"]).name])

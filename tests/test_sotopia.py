@@ -929,10 +929,10 @@ def policy(draw):
 class Letters:
     """A Chat whose tokens are characters."""
 
-    def prompt(self, text):
+    def prompt(self, text, picture=None):
         return [*map(ord, text)]
 
-    def observation(self, text, action):
+    def observation(self, text, action, picture=None):
         return self.prompt(text)
 
     def response(self, action):

@@ -123,7 +123,8 @@ def test_no_text_moves_the_cursor(capsys):
     assert terminal.plain("é \U0001f600 \u05d0 tab\t line\n") == "é \U0001f600 \u05d0 tab\t line\n"
 
 
-def test_neither_does_a_world_that_raises_it_or_an_error_that_nobody_foresaw(capsys):
+def test_neither_does_a_world_that_raises_it_or_an_error_that_nobody_foresaw(capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("envs"), "propagate", False)  # pytest-xdist sends UTF-8
     terminal.begin(False)
     with runtime.rounds.leaving_out(3):
         raise ValueError(HOSTILE)
