@@ -929,6 +929,8 @@ def policy(draw):
 class Letters:
     """A Chat whose tokens are characters."""
 
+    processor = None  # no pictures
+
     def prompt(self, text, picture=None):
         return [*map(ord, text)]
 
