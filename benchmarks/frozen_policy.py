@@ -14,13 +14,11 @@ import argparse
 import random
 import sys
 import time
-from types import SimpleNamespace
 
 from throughput import ROOT, load_script
 from tqdm import tqdm
 
 sys.path.insert(0, str(ROOT))
-PRM = dict(beta=0.05, prm_learning_rate=1e-3, prm_weight_decay=0.01, prm_lora_rank=16)
 
 
 def players(script, args):
@@ -77,10 +75,9 @@ def main():
     import torch
 
     script = load_script(given.script)
-    args = SimpleNamespace(**vars(script.Args()))
-    vars(args).update(PRM)
-    env = next(iter(vars(script)[name] for name in ("Sokoban", "WebShop") if name in vars(script)))
-    env = env.from_args(args)
+    args = script.Args()
+    world = script.Sokoban if given.script == "istar_sokoban" else script.WebShop
+    env = world.from_args(args)
     random.seed(given.seed)
     torch.manual_seed(given.seed)
     policy, prm, engine, chat = players(script, args)
@@ -106,8 +103,9 @@ def main():
             rows.append((number + 1, accuracies(script, prm, *unseen, args)))
             tqdm.write(f"{number + 1:3} batches  {rows[-1][1]['PRM']:.3f}")
 
-    told = [f"`python benchmarks/frozen_policy.py {' '.join(sys.argv[1:])}`: ".replace(" `", "`")]
-    told[0] += f"{len(unseen[2])} pairs of {given.tasks} unseen tasks, {time.time() - begin:.0f} s"
+    command = " ".join(["python benchmarks/frozen_policy.py", *sys.argv[1:]])
+    seconds = time.time() - begin
+    told = [f"`{command}`: {len(unseen[2])} pairs of {given.tasks} unseen tasks, {seconds:.0f} s"]
     told += ["", "| batches learnt | pairs the PRM ranks right | pairs the shorter episode wins |"]
     told += ["|---|---|---|"]
     told += [f"| {n} | {row['PRM']:.3f} | {row['length']:.3f} |" for n, row in rows]

@@ -142,11 +142,10 @@ def check_words(argv: list[str], kinds: dict) -> None:
 
         kind, default = kinds[name]
         if get_origin(kind) is tuple:  # all words up to the next flag
-            given = [value] if equals else []
             for word in argv[place + 1 :]:
                 if word.startswith("--"):
                     break
-                given.append(next(words)[1])
+                next(words)
             continue
         if not equals:
             value = next(words, (0, None))[1]
