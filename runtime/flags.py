@@ -268,14 +268,15 @@ def check_model(args, env) -> str:
     trust = args.run_args.trust_remote_code
     check_files(Path(path), args.model)
     check_ranks(args, Path(path))
-    longest = positions_of(path, args.model, trust)
+    config = config_of(path, args.model, trust)
 
     if Path(path).is_dir():
         check_safetensors(Path(path), args.model)
     if trust:
         runs = f"runs whatever program comes with {args.model}"
         warn(f"--trust-remote-code {runs}")
-    check_sight(path, args, env)
+    check_sight(path, config, args, env)
+    longest = config.get_text_config().max_position_embeddings
     if args.max_context_tokens > longest:
         reason = f"--model {args.model} was made for {longest}"
         refuse("max_context_tokens", args.max_context_tokens, reason)
@@ -302,15 +303,16 @@ def check_ranks(args, path: Path) -> None:
             refuse(name, rank, f"--model {args.model} is {width} wide")
 
 
-def positions_of(path: str, model: str, trust: bool) -> int:
-    """The longest sequence that the model was made for, from its configuration."""
+def config_of(path: str, model: str, trust: bool):
+    """The model's configuration, which says for how long sequences it was made; or a refusal."""
     from huggingface_hub.utils.logging import set_verbosity_error
     from transformers import AutoConfig
 
     set_verbosity_error()  # without a network it would count its tries
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        return config.get_text_config().max_position_embeddings
+        config.get_text_config().max_position_embeddings  # noqa: B018 (a policy has one)
+        return config
     except Exception as error:  # hub, file system and configuration have no common class
         if "trust_remote_code" in str(error):
             reason = "it brings a program of its own, which only --trust-remote-code runs"
@@ -319,14 +321,11 @@ def positions_of(path: str, model: str, trust: bool) -> int:
         refuse("model", model, f"no model, in a directory or on the hub ({first})")
 
 
-def check_sight(path: str, args, env) -> None:
+def check_sight(path: str, config, args, env) -> None:
     """Where the world shows pictures, refuse a model that does not see them, or not as they are;
     where it shows none, one that is made for them."""
     from runtime.pictures import PictureProcessor, shows_pictures
 
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, trust_remote_code=args.run_args.trust_remote_code)
     if shows_pictures(env):
         picture = env.reset(env.eval_tasks[0]).picture
         PictureProcessor(path, config, args.model).patches(picture)
