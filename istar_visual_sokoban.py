@@ -29,12 +29,13 @@ from typing import Literal, NamedTuple
 from envs.visual_sokoban import VisualSokoban, VisualSokobanArgs
 from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches, pair_bundles
 from runtime.flags import Flat, RunArgs, parse
-from runtime.networks import Network, action_logprobs, engine_weights, trainable
+from runtime.networks import Network, action_logprobs, engine_weights, following, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
+from runtime.replay import Replay
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
-from runtime.statistics import mean_gap, prm_learning, prm_statistics
+from runtime.statistics import mean_gap, pair_statistics, prm_statistics, skill
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -58,8 +59,7 @@ class Args:
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 5e-4
-    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    learning_rate: Rate = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
@@ -71,27 +71,22 @@ class Args:
     """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
     policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
-    estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"
-    """Estimator of the episode advantage A^E; iStar adds A^S to any of them."""
-    alpha: NonNegative = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
-    beta: NonNegative = 0.05  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
+    estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # Estimator of A^E.
+    alpha: NonNegative = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
+    beta: NonNegative = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
-    prm_weight_decay: NonNegative = 0.01  # Weight decay of the PRM: it pulls to the initial model.
-    prm_lora_rank: Count = 16  # Rank of the PRM, a LoRA adapter on the initial model.
-    prm_steps: Count = 1  # Optimiser steps of the PRM per iteration, each over all pairs.
-    prm_score: Literal["after", "before"] = "after"
-    """Steps are scored after the PRM's update, or before it as in the paper's code."""
-    prm_reduce: Literal["sum", "mean"] = "sum"
-    """L(tau) is a sum over steps as in the paper, or a mean as in its code."""
-    prm_drift_bound: NonNegative = 0.3
-    """Bound on a step's |log pi_phi - log pi_old| [nats]; the excess is penalised, squared."""
+    prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
+    prm_follows: bool = True  # The PRM is moved as far as the policy moves (paper: no).
+    prm_steps: Natural = 2  # Optimiser steps of the PRM per iteration (paper: 1).
+    prm_groups: Count = 16  # Groups from which it learns per iteration, a share in each step.
+    prm_replay: Natural = 256  # Past groups from which these are drawn; 0: none (paper).
+    prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
+    prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
+    step_std_floor: NonNegative = 1.0  # Floor of A^S's std, in stds of the batch (paper: 0).
+    prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
+    credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
-    equal_length_pairs: bool = True
-    """Pairs compare their first min(T+, T-) steps; else length alone would rank them."""
-    mixed_groups_only: bool = True
-    """Groups of equal outcomes get no A^S: no pair has taught the PRM anything about them."""
-    step_std_floor: NonNegative = 0.1
-    """Floor under the std of a group's step rewards, so that an uninformed PRM stays quiet."""
+    equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
 
 # === block: data ===
@@ -286,9 +281,8 @@ def dpo_loss(log_ratios: torch.Tensor, pairs: list[tuple[int, int]], beta: float
 
 def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
     """One optimiser step of trajectory DPO over all pairs; its statistics, from before the step.
-
-    No pair leaves its group, so groups go one bundle after another, as many as --micro-batch-tokens
-    hold, and their gradients add up to that of one large batch. old_logprobs [K]."""
+    Groups go one bundle after another, whose gradients add up to that of one large batch.
+    old_logprobs [K]."""
     losses, margins = [], []
     prm.optimizer.zero_grad()
     for bundle_pairs, passes in pair_bundles(batch, pairs, args):
@@ -299,13 +293,13 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
             token_ratios = token_ratios.index_add(0, micro.tokens, new - old_logprobs[micro.tokens])
         log_ratios = sum_per_step(token_ratios, batch)  # [S]
 
-        # -log sigmoid(beta * [L(tau+) - L(tau-)]), and a penalty on steps that drift from pi_old
+        # -log sigmoid(beta * [L(tau+) - L(tau-)]), and a penalty on large rewards
         sides, side_pairs = pair_log_ratios(
             log_ratios, batch.step_traj, bundle_pairs, args.equal_length_pairs, args.prm_reduce
         )
         dpo = dpo_loss(sides, side_pairs, args.beta) * len(bundle_pairs) / len(pairs)
-        drift = (log_ratios.abs() - args.prm_drift_bound).relu().square().mean()
-        (dpo + drift).backward()
+        ridge = args.prm_ridge * (args.beta * log_ratios).square().mean()
+        (dpo + ridge).backward()
 
         losses.append(dpo.item())
         margins.append(args.beta * (sides[0::2] - sides[1::2]).detach())  # [P]
@@ -315,16 +309,16 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
     if prm.may_step(sum(losses), grad_norm):  # not if loss or gradient is not finite
         prm.optimizer.step()
 
-    pair_margins = torch.cat(gather(margins))  # [P] of all processes
-    stats = {"loss": sum(gather(losses)), "margin": pair_margins.mean().item()}
-    stats["pair_accuracy"] = (pair_margins > 0).double().mean().item()
-    return stats | prm.optimizer_stats()
+    margin = torch.cat(gather(margins)).mean().item()  # of the pairs of all processes
+    return {"loss": sum(gather(losses)), "margin": margin}
 
 
-def in_mixed_group(batch: Batch, pairs: list[tuple[int, int]]) -> torch.Tensor:
-    """Whether a step's group has a pair, [S]: others teach the PRM nothing."""
-    paired = batch.group[[winner for winner, _ in pairs]]  # [P]
-    return torch.isin(batch.group, paired)[batch.step_traj]
+def score_steps(prm: Network, batch: Batch, old_logprobs, args) -> torch.Tensor:
+    """r_phi of every step by the PRM as it is now, [S]."""
+    prm_logprobs = batch_logprobs(prm, batch, args, label="PRM")  # [K]
+    log_phi = sum_per_step(prm_logprobs, batch)  # [S]
+    log_old = sum_per_step(old_logprobs, batch)  # [S]
+    return step_rewards(log_phi, log_old, args.beta)
 
 
 def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
@@ -411,11 +405,13 @@ def main():
     optimizer = AdamW(trainable(model), args.learning_rate, weight_decay=0.0)
     policy = Network("policy", model, optimizer, args.run_args.dtype)
 
-    phi = run.load_adapter("prm", args.prm_lora_rank)  # it starts as the policy does: r_phi = 0
-    optimizer = AdamW(trainable(phi), args.prm_learning_rate, weight_decay=args.prm_weight_decay)
-    prm = Network("prm", phi, optimizer, args.run_args.dtype)
+    base = "policy" if args.prm_follows else "initial"
+    phi = run.load_adapter("prm", args.prm_lora_rank, base)  # it starts as the policy: r_phi = 0
+    optimizer = AdamW(trainable(phi), args.prm_learning_rate, weight_decay=0.0)
+    prm = Network("prm", phi, optimizer, args.run_args.dtype, on=base)
+    replay = Replay(args.prm_replay)
 
-    run.resume(policy, prm)
+    run.resume(policy, prm, replay=replay)
     engine.load(policy.model)
 
     def evaluate():
@@ -440,44 +436,48 @@ def main():
         run.log("policy", {"engine_gap": mean_gap(old_logprobs, batch.engine_logprobs)})
         run.lap("logprobs")
 
-        # ------------ 3. PRM: trajectory DPO within groups, then a reward for each step --------
+        # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
-        scored = in_mixed_group(batch, pairs)  # [S] the other steps get r_phi = 0
-        if not args.mixed_groups_only:
-            scored = torch.ones_like(scored)
-        if args.prm_score == "before":
-            prm_logprobs = batch_logprobs(prm, batch, args, scored, "PRM")  # [K]
+        rewards = score_steps(prm, batch, old_logprobs, args)  # [S] of episodes new to the PRM
+        sides, _ = pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")  # [2P]
+        run.log("prm", pair_statistics(sides, batch, pairs))  # pair_accuracy: of pairs new to it
 
-        steps = args.prm_steps if pairs and args.beta else 0
-        learnt = [prm_update(prm, batch, old_logprobs, pairs, args) for _ in range(steps)]
-        run.log("prm", prm_learning(learnt))
-        if args.prm_score == "after":
-            prm_logprobs = batch_logprobs(prm, batch, args, scored, "PRM")  # [K]
-        prm_logprobs = torch.where(scored[batch.token_step], prm_logprobs, old_logprobs)
-        log_phi = sum_per_step(prm_logprobs, batch)  # [S]
-        log_old = sum_per_step(old_logprobs, batch)  # [S]
-        rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
+        replay.add(trajectories, pairs)
+        for groups in replay.draw(args.prm_groups, args.prm_steps if args.beta else 0):
+            past = flatten(groups)  # trajectories of a share of the groups drawn
+            past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by today's pi_old
+            past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
+            run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
+        run.log("prm", prm.optimizer_stats())
         run.lap("prm")
 
         # ------------ 4. Advantages: A = A^E + alpha * A^S ------------
         step_group = batch.group[batch.step_traj]  # [S]
         episode_adv = episode_advantages(args.estimator, batch, batch.invalid, args.invalid_penalty)
-        step_adv = step_advantages(rewards, step_group, args.step_std_floor)  # [S]
-        advantages = episode_adv + args.alpha * step_adv  # [S]
+        trust = skill(run.recent("prm/pair_accuracy"), run.recent("prm/pairs"))  # 0 to 1
+        run.log("prm", {"skill": trust})
+        alpha = args.alpha * (trust if args.prm_skill else 1.0)
+        credited = ~batch.invalid | args.credit_invalid  # [S] what is rare moves with any change
+        floor = args.step_std_floor * rewards[credited].std(unbiased=False).item()
+        step_adv = torch.zeros_like(rewards)  # [S]
+        step_adv[credited] = step_advantages(rewards[credited], step_group[credited], floor)
+        advantages = episode_adv + alpha * step_adv  # [S]
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
             advantages = advantages * engine_weights(batch, old_logprobs, args)
-        run.log("policy", policy_update(policy, batch, old_logprobs, advantages, args))
+        with following(prm, policy):
+            run.log("policy", policy_update(policy, batch, old_logprobs, advantages, args))
         run.lap("update")
 
         engine.load(policy.model)
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        run.log("prm", prm_statistics(batch, pairs, scored, rewards, step_adv, log_phi, log_old))
+        advs = episode_adv, step_adv, alpha
+        run.log("prm", prm_statistics(batch, pairs, credited, rewards, old_logprobs, *advs))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())

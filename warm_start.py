@@ -44,8 +44,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 
-# The units inside which byte pairs are merged: what has to be copied or compared is the same token
-# wherever it stands.
+# Byte pairs are merged inside these units: what is copied or compared is one token everywhere.
 UNITS = {
     # tags, phrases, pieces of three grid cells, digits
     "sokoban": r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|[#_A-Z*]{1,3}\n?"
@@ -58,7 +57,9 @@ UNITS = {
     # tags, words, numbers
     "sotopia": r"(?:</?[a-z]+>)+| ?[A-Za-z]+|[ $]*[0-9]{1,3}|\s+|[^\s\w]+|.",
 }
+UNITS["crossings"] = UNITS["sotopia"]
 WORLDS = {
+    "crossings": "Crossings",
     "sokoban": "Sokoban",
     "visual_sokoban": "VisualSokoban",
     "webshop": "WebShop",
@@ -95,7 +96,7 @@ class RunArgs:
 class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
-    environment: Literal["sokoban", "visual_sokoban", "webshop", "sotopia"] = "sokoban"
+    environment: Literal["sokoban", "visual_sokoban", "webshop", "sotopia", "crossings"] = "sokoban"
     """The expert of this world is cloned."""
     model: str = ""
     """The policy starts from this directory or name on the hub; empty: from nothing."""
@@ -441,8 +442,7 @@ def main():
         except ModelError as error:
             refuse("model", args.model, str(error))
     else:
-        units = UNITS[args.environment], args.vocabulary
-        tokenizer = new_tokenizer(demonstrations, *units, seeing)
+        tokenizer = new_tokenizer(demonstrations, UNITS[args.environment], args.vocabulary, seeing)
         model = new_seeing_model(tokenizer, args) if seeing else new_model(tokenizer, args)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)

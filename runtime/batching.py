@@ -4,7 +4,7 @@ changes."""
 from typing import NamedTuple
 
 from runtime import processes
-from runtime.networks import Network, action_logprobs
+from runtime.networks import Network, action_logprobs, plain
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -106,7 +106,7 @@ def micro_batches(network: Network, batch, args, only=None, label: str = ""):
         yield padded(sequences)
 
     missing = processes.most_parts(packs) - len(mine)
-    for _ in range(missing if processes.is_sharded(network.model) else 0):
+    for _ in range(missing if processes.is_sharded(plain(network.model)) else 0):
         first = batch.sequences[0]
         ids = torch.zeros(2, dtype=torch.long)
         if first.pictures:  # the tower's weights are gathered too

@@ -30,13 +30,14 @@ from runtime.files import (
     to_json,
     write_json,
 )
-from runtime.networks import Network, assert_finite, plain, policy_weights
+from runtime.networks import Network, assert_finite, is_adapted, plain, policy_weights
 from runtime.terminal import say, warn
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 FORMAT = 1  # of a checkpoint
+REPLAY = "replay.safetensors"
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
 
 
@@ -65,12 +66,15 @@ def best_kept(run: Path) -> list | None:
     return read_json(kept[-1] / "state.json")["best"] if kept else None
 
 
-def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokenizer, args) -> None:
+def save_checkpoint(
+    run: Path, rows: list[dict], networks: list[Network], tokenizer, args, replay=None
+) -> None:
     """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: every
     --save-every iterations, after the last one, and after the best evaluation. The last --keep and
     the best are kept.
 
-    The network "policy" is saved as one dense model, the others as the adapter of their name.
+    The network "policy" is saved as one dense model, the others as the adapter of their name, or as
+    the model that they are. replay: the runtime.replay.Replay of a script that has one.
     Trained parameters and their moments go to trained.safetensors as name.index[.moment]. Raises
     FloatingPointError where a parameter is not finite: such a network is not kept. Of several
     processes the first one writes; of a sharded policy the others have parts to give."""
@@ -82,8 +86,10 @@ def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokeni
     state = {}
     for network in networks:
         state |= state_of(network)
-    (policy,) = [network for network in networks if network.name == "policy"]
-    dense = dict(policy_weights(policy.model))
+    dense = {}  # {name: weights} of the policy, and of what is no adapter
+    for network in networks:
+        if network.name == "policy" or not is_adapted(network.model):
+            dense[network.name] = dict(policy_weights(network.model))
     if processes.rank():
         return
 
@@ -94,13 +100,17 @@ def save_checkpoint(run: Path, rows: list[dict], networks: list[Network], tokeni
     shutil.rmtree(draft, ignore_errors=True)
     try:
         assert_finite(state.items())
-        plain(policy.model).save_pretrained(draft / "policy", state_dict=dense)
         tokenizer.save_pretrained(draft / "policy")
-        if hasattr(plain(policy.model), "picture_processor"):
-            plain(policy.model).picture_processor.processor.save_pretrained(draft / "policy")
         for network in networks:
-            if network is not policy:  # peft adds the adapter's name to the path
+            if network.name in dense:
+                model, weights = plain(network.model), dense[network.name]
+                model.save_pretrained(draft / network.name, state_dict=weights)
+                if hasattr(model, "picture_processor"):
+                    model.picture_processor.processor.save_pretrained(draft / network.name)
+            else:  # peft adds the adapter's name to the path
                 network.model.save_pretrained(draft, selected_adapters=[network.name])
+        if replay:
+            replay.save(draft / REPLAY)
         save_file(state, draft / "trained.safetensors")
         skips = {network.name: network.skips for network in networks}
         describe_files(draft, {"iteration": iteration, "best": best, "skipped": skips})
@@ -161,7 +171,7 @@ def link(run: Path, path: Path, networks: list[Network], best: tuple[int, float]
         (run / ".link").replace(run / name)
 
 
-def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]]:
+def load_checkpoint(run: Path, networks: list[Network], replay=None) -> tuple[int, list[dict]]:
     """Take up the run's last whole checkpoint: (its iteration, the rows of metrics.jsonl up to it),
     (0, []) of a run that was stopped before its first. Later rows come again: what they were goes
     to replaced-metrics.jsonl and replaced-episodes.jsonl.
@@ -185,6 +195,8 @@ def load_checkpoint(run: Path, networks: list[Network]) -> tuple[int, list[dict]
         for network in networks:
             install(path / "trained.safetensors", tensors, network)
             network.skips = about["skipped"].get(network.name, 0)
+        if replay:
+            replay.load(path / REPLAY)
     with told_when_full(run):
         for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):
             rows, unreadable = read_rows(run / name)

@@ -16,7 +16,7 @@ import warnings
 
 from runtime import processes
 from runtime.models import first_line
-from runtime.networks import assert_finite, is_adapted, plain, policy_weights
+from runtime.networks import assert_finite, compute_with, plain, policy_weights
 from runtime.pictures import Album, never_sampled, opened, pictures_of
 from runtime.terminal import warn
 
@@ -61,8 +61,7 @@ class HfEngine:
     def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
         if not contexts:
             return []
-        if is_adapted(self.model):
-            self.model.set_adapter("policy")
+        compute_with(self.model, ("policy",))
         if any(map(pictures_of, contexts)):
             self.album = self.album or Album(plain(self.model))
             with torch.no_grad(), self.autocast():

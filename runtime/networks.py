@@ -1,6 +1,7 @@
 """A model with its adapter and its optimiser, and the log-probabilities that it gives to tokens."""
 
 import math
+from contextlib import contextmanager
 
 from runtime import processes
 from runtime.pictures import has_frozen_tower, never_sampled, picture_inputs
@@ -43,14 +44,27 @@ def add_adapter(model, name: str, rank: int):
     return model
 
 
+def compute_with(model, adapters: tuple[str, ...]) -> None:
+    """Let the model compute with these adapters on its base weights, as many of them as it has;
+    where it has none of them, with the base weights alone."""
+    for layer in model.modules():
+        if hasattr(layer, "lora_A"):
+            there = [name for name in adapters if name in layer.lora_A]
+            layer.enable_adapters(bool(there))
+            if there:
+                layer.set_adapter(there)
+
+
 class Network:
-    """One of a model's adapters, or a model without any, with the optimiser that trains it.
+    """A model, or one of its adapters, with the optimiser that trains it.
 
-    name: the adapter's, and the network's in checkpoints; two networks may share one base.
-    dtype: that of matrix products, float32 or bfloat16."""
+    name: the adapter's, and the network's in checkpoints. on: "policy" for a network that follows
+    the policy: as an adapter it computes on the policy's own weights and adapter, as a model of its
+    own it is moved by `following`. dtype: that of matrix products, float32 or bfloat16."""
 
-    def __init__(self, name: str, model, optimizer, dtype: str = "float32"):
+    def __init__(self, name: str, model, optimizer, dtype: str = "float32", on: str = "initial"):
         self.name, self.model, self.optimizer = name, model, optimizer
+        self.on, self.adapters = on, (on, name)
         self.bfloat16 = dtype == "bfloat16"
         self.skips = 0  # updates in a row that were not finite
         self.norms: list[float] = []  # of the gradients of steps taken, since optimizer_stats()
@@ -63,9 +77,11 @@ class Network:
         return self.optimizer.param_groups[0]["params"]
 
     def activate(self):
-        """The model, computing with this network's adapter and training it alone."""
-        if is_adapted(self.model):
-            self.model.set_adapter(self.name)
+        """The model, computing as this network does and training its parameters alone."""
+        compute_with(self.model, self.adapters)
+        self.model.requires_grad_(False)
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
         return self.model
 
     def hidden(self, ids: torch.Tensor, pictures=()) -> torch.Tensor:
@@ -159,6 +175,28 @@ def action_logprobs(network: Network, micro, args) -> torch.Tensor:
     graph."""
     is_action = micro.steps[:, 1:] >= 0  # [B, T-1] position t predicts token t + 1
     return network.token_logprobs(micro, is_action, args.temperature)
+
+
+@contextmanager
+def following(network: Network, policy: Network):
+    """Around an update of the policy: a network of its own weights that stands on the policy moves
+    as far as the policy moves, from pi_old + D to pi_theta + D, where D is what it has learnt."""
+    moves = network.on == "policy" and not is_adapted(network.model)
+    if moves:
+        add_policy(network.model, policy.model, -1.0)
+    yield
+    if moves:
+        add_policy(network.model, policy.model, 1.0)
+
+
+@torch.no_grad()
+def add_policy(model, policy, factor: float) -> None:
+    """Add the policy's weights, times factor, to a model of the same architecture."""
+    weights = policy.parameters()  # of a sharded policy the model has the same shares
+    if is_adapted(policy):
+        weights = (weight for _, weight in policy_weights(policy))
+    for own, weight in zip(model.parameters(), weights, strict=True):
+        own.add_(weight.to(own.dtype), alpha=factor)
 
 
 def engine_weights(batch, old_logprobs, args) -> torch.Tensor:

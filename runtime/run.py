@@ -54,6 +54,7 @@ from runtime.models import (
 from runtime.networks import Network, add_adapter
 from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
+from runtime.replay import Replay
 
 import numpy as np
 import torch
@@ -122,10 +123,7 @@ class Run:
         logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own
         args, run_args = self.args, self.args.run_args
         trust = run_args.trust_remote_code
-        dtype = torch.float32  # of weights that train, always
-        if args.policy_lora_rank:
-            dtype = self.reading["dtype"]
-        model = self.read_model(dtype)
+        model = self.read_model(whole=not args.policy_lora_rank)
         try:
             self.tokenizer = read_tokenizer(self.model_path, model, trust)
             processor = getattr(model, "picture_processor", None)
@@ -149,9 +147,11 @@ class Run:
         self.policy_model = processes.shard(model).to(self.device)
         return self.policy_model, self.engine, chat
 
-    def read_model(self, dtype: torch.dtype):
-        """The causal language model of --model, one that sees where the world shows pictures."""
-        reading = self.reading | {"dtype": dtype}
+    def read_model(self, whole: bool):
+        """The causal language model of --model, one that sees where the world shows pictures.
+        Weights that train as a whole are float32 always, frozen ones have the precision of
+        --dtype."""
+        reading = self.reading | ({"dtype": torch.float32} if whole else {})
         try:
             if not shows_pictures(self.env):
                 return read_causal_model(self.model_path, **reading)
@@ -162,20 +162,25 @@ class Run:
             model.base_model.visual.requires_grad_(False)
         return model
 
-    def load_adapter(self, name: str, rank: int):
-        """The initial model with a LoRA adapter of this name and rank. A LoRA policy has the same
-        base: then the adapter is one more on it. Else the base is float32 as the policy's weights
-        are: two precisions would make their log-probabilities differ before anything is learnt."""
+    def load_adapter(self, name: str, rank: int, on: str = "initial"):
+        """A model with a LoRA adapter of this name and rank, to be trained: on "policy" the
+        policy's own model, so that it follows the policy; on "initial" the initial model, as
+        precise as the policy (two precisions would make their log-probabilities differ before
+        anything is learnt), which a LoRA policy has for its base. Rank 0: a full copy of the
+        initial model."""
         base = self.policy_model
-        if not self.args.policy_lora_rank:
-            base = self.read_model(torch.float32).to(self.device)
-        return add_adapter(base, name, rank)
+        if rank == 0 or (on == "initial" and not self.args.policy_lora_rank):
+            base = self.read_model(whole=not (rank and self.args.policy_lora_rank))
+            base = processes.shard(base) if rank == 0 else base
+            base = base.to(self.device)
+        return add_adapter(base, name, rank) if rank else base
 
-    def resume(self, *networks: Network) -> None:
-        """Say what the run is, and take up its last checkpoint if there is one."""
-        self.networks = list(networks)
+    def resume(self, *networks: Network, replay: Replay | None = None) -> None:
+        """Say what the run is, and take up its last checkpoint if there is one; a checkpoint has
+        the networks and, where a script has one, what its PRM learns from again."""
+        self.networks, self.replay = list(networks), replay
         report.announce(self)
-        self.iteration, self.rows = load_checkpoint(self.path, self.networks)
+        self.iteration, self.rows = load_checkpoint(self.path, self.networks, replay)
         if processes.rank() == 0:
             with told_when_full(self.path):
                 write_json(self.path / "run.json", {"starts": self.starts})
@@ -225,6 +230,12 @@ class Run:
         one."""
         self.row |= {f"{kind}/{name}": value for name, value in values.items()}
 
+    def recent(self, name: str, iterations: int = 5) -> list[float]:
+        """What was logged as name in the last iterations, this one included, the oldest first; 0
+        where it was not defined."""
+        rows = [*self.rows, self.row][-iterations:]
+        return [row.get(name) or 0 for row in rows]
+
     def log_episodes(self, kind: str, trajectories: list) -> None:
         """Log what episodes were like, in training ("train") or on the panel ("eval")."""
         env = self.eval_env if kind == "eval" else self.env
@@ -272,7 +283,9 @@ class Run:
             report.show(self.row, self.seconds_left())
             report.draw_curve(self.rows, self.path)
         if self.iteration:
-            save_checkpoint(self.path, self.rows, self.networks, self.tokenizer, self.args)
+            save_checkpoint(
+                self.path, self.rows, self.networks, self.tokenizer, self.args, self.replay
+            )
         self.panel = []
 
 

@@ -1,0 +1,340 @@
+"""Credit where the truth is known: does A^S go along with what a step was really worth, and does
+learning gain by it?
+
+    python benchmarks/credit.py --seeds 1 2 3 4 5 6 7 8              # about 70 minutes on one core
+    python benchmarks/credit.py --table                              # from the rows that are there
+    python benchmarks/credit.py --name ablation --rows istar "istar --prm-lora-rank 16" ...
+
+The world is envs/crossings.py, the policy models/tiny-crossings. A row is an algorithm's WebShop
+script with the world exchanged and nothing else, started with FLAGS below and the row's own; its
+runs are whole runs, with checkpoints, which go on where they were stopped and are not repeated.
+`truth` is iStar with the true advantage in place of A^S: the ceiling.
+
+The true advantage of a step is P(success) after it less P(success) before it. The walk does not
+depend on the answers, so it follows from the probabilities that the policy gives to the right ways
+(envs.crossings.advantages): these are read off the policy in a pass that the minutes leave out.
+
+What comes out, under benchmarks/results/: NAME.jsonl (an evaluation per row, with the means of what
+was logged since the one before), NAME.md and NAME.png.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+RESULTS = ROOT / "benchmarks" / "results"
+
+ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
+SCRIPTS = {"truth": "istar"}  # of rows that have another name than their script
+TRUTH = "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill"  # A^S comes from elsewhere
+# chosen on the validation tasks (docs/results.md); the same for every row
+FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
+--max-context-tokens 512 --tasks-per-iteration 4 --iterations 60 --learning-rate 1.5e-4
+--lr-halving inf --ratio step --eval-every 20 --eval-tasks 256 --eval-samples 1
+--eval-temperature 1 --save-every 20 --engine hf"""
+T_95 = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201]
+
+
+# ------------ a run, in a process of its own ------------
+
+
+def load_script(name: str, directory: Path):
+    """The module of an algorithm's WebShop script with the world exchanged."""
+    source = (ROOT / f"{name}_webshop.py").read_text()
+    source = source.replace("envs.webshop", "envs.crossings").replace("WebShop", "Crossings")
+    path = directory / f"{name}_crossings.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+class Measuring:
+    """Reads the true advantages off a script's policy, and logs what its advantages have to do with
+    them. It stands between main and four of the script's functions."""
+
+    def __init__(self, module, with_truth: bool):
+        self.module, self.policy, self.trajectories = module, None, []
+        self.flatten, self.network = module.flatten, module.Network
+        self.policy_update = module.policy_update
+        module.flatten, module.Network = self.flattening, self.building
+        module.policy_update = self.updating
+        if with_truth:
+            module.score_steps = lambda prm, batch, old, args: self.truth(batch, args)
+        elif hasattr(module, "step_advantages"):
+            self.step_advantages = module.step_advantages
+            module.step_advantages = self.crediting
+        self.credit = None  # A^S of the credited steps
+
+    def building(self, name, *rest, **options):
+        network = self.network(name, *rest, **options)
+        if name == "policy":
+            self.policy = network
+        return network
+
+    def flattening(self, trajectories):
+        if isinstance(trajectories[0], self.module.Trajectory):  # none of the replay's
+            self.trajectories = trajectories
+        return self.flatten(trajectories)
+
+    def crediting(self, rewards, *rest):
+        self.credit = self.step_advantages(rewards, *rest)
+        return self.credit
+
+    def updating(self, policy, batch, old_logprobs, advantages, args):
+        from runtime.run import current
+        from runtime.statistics import correlation
+
+        began = time.perf_counter()
+        true = self.truth(batch, args)  # [S]
+        seen = ~batch.invalid  # [S]
+        measured = {"advantage_truth": correlation(advantages[seen], true[seen])}
+        if self.credit is not None and len(self.credit) == int(seen.sum()):
+            measured["credit_truth"] = correlation(self.credit, true[seen])
+        measured["seconds"] = time.perf_counter() - began
+        current[0].log("credit", measured)
+        return self.policy_update(policy, batch, old_logprobs, advantages, args)
+
+    def truth(self, batch, args):
+        """The true advantage of every step of the batch, [S]."""
+        from envs.crossings import GUARDED, Crossings, advantages
+
+        import torch
+
+        env, rights = Crossings.from_args(args), self.right_probabilities(batch, args)  # [S]
+        true, first = [], 0
+        for t in self.trajectories:
+            walk = env.walk(t.task)
+            of_steps = rights[first : first + len(t.steps)].tolist()
+            guarded = [place in GUARDED for place, _ in walk]
+            probabilities = [p if g else None for p, g in zip(of_steps, guarded)]
+            true += advantages(probabilities, [s.progress > 0 for s in t.steps], env.needed)
+            first += len(t.steps)
+        return torch.tensor(true)
+
+    def right_probabilities(self, batch, args):
+        """The probability that the policy gives to the right way, at the token where it gives a way
+        at all, [S]; where an answer has no such token, the mean of the others."""
+        from envs.crossings import WAYS, Crossings, right_way
+        from runtime.batching import micro_batches
+        from runtime.networks import plain
+        from runtime.run import current
+
+        import torch
+
+        tokenizer, env = current[0].tokenizer, Crossings.from_args(args)
+        ids = [tokenizer.encode(way, add_special_tokens=False) for way in WAYS]
+        assert all(len(way) == 1 for way in ids), "a way is one token of models/tiny-crossings"
+        way_ids = torch.tensor(ids)[:, 0]  # [4]
+        signs = [sign for t in self.trajectories for _, sign in env.walk(t.task)]
+        right = torch.tensor([WAYS.index(right_way(sign)) for sign in signs])  # [S]
+
+        found = torch.full((len(right),), math.nan)
+        for micro in micro_batches(self.policy, batch, args):
+            is_action = micro.steps[:, 1:] >= 0
+            with torch.no_grad():
+                causal = plain(self.policy.activate())
+                hidden = self.policy.hidden(micro.ids)[:, :-1][is_action]
+                logits = causal.get_output_embeddings()(hidden / args.temperature)
+            targets, steps = micro.ids[:, 1:][is_action], micro.steps[:, 1:][is_action]
+            chance = logits.softmax(-1)[:, way_ids]  # [k, 4]
+            gives_way = torch.isin(targets, way_ids)
+            for k in reversed(gives_way.nonzero()[:, 0].tolist()):  # the first of a step counts
+                found[steps[k]] = chance[k, right[steps[k]]]
+        return found.nan_to_num(found.nanmean().item())
+
+
+def work(row: str, flags: list[str], directory: Path) -> None:
+    """Run a row's script with these flags to its end, in this process."""
+    module = load_script(SCRIPTS.get(row, row), directory)
+    Measuring(module, with_truth=row == "truth")
+    sys.argv = [module.__file__, *flags]
+    module.main()
+
+
+# ------------ many runs ------------
+
+
+def evaluations(directory: Path, row: str, seed: int) -> list[dict]:
+    """The evaluations of a run as rows for the table: success, and the means since the evaluation
+    before of what was measured."""
+    from runtime.files import rows_of
+
+    since, seconds, found = [], 0.0, []
+    for logged in rows_of(directory / "metrics.jsonl"):
+        since.append(logged)
+        if logged["iteration"]:
+            seconds += logged["time/total"] - logged.get("credit/seconds", 0.0)
+            seconds -= logged.get("time/evaluation", 0.0)
+        if logged.get("eval/success") is None:
+            continue
+        found.append({"row": row, "seed": seed, "iteration": logged["iteration"]})
+        found[-1] |= {"success": logged["eval/success"], "seconds": round(seconds, 2)}
+        names = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
+        for name in (*names, "prm/credit_share", "train/valid_actions"):
+            values = [x[name] for x in since if x.get(name) is not None]
+            if values:
+                found[-1][name] = round(sum(values) / len(values), 4)
+        since = []
+    return found
+
+
+def run_row(row: str, seed: int, directory: Path) -> list[dict]:
+    """The evaluations of a row with a seed: of the run that is there, or of one made now."""
+    name = "".join(c if c.isalnum() else "-" for c in f"{row} {seed}")
+    words = shlex.split(row)
+    own = shlex.split(TRUTH) if words[0] == "truth" else []
+    flags = [*shlex.split(FLAGS), *own, *words[1:], "--seed", str(seed)]
+    iterations = int(flags[len(flags) - flags[::-1].index("--iterations")])
+    done = evaluations(directory / name, row, seed) if (directory / name).exists() else []
+    if done and done[-1]["iteration"] == iterations:
+        return done
+
+    flags += ["--runs-dir", str(directory), "--run-name", name, "--resume", "auto"]
+    command = [sys.executable, __file__, "--work", words[0], "--runs-dir", str(directory), "--"]
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    with (directory / f"{name}.log").open("w") as log:
+        subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
+        )
+    done = evaluations(directory / name, row, seed)
+    if not done or done[-1]["iteration"] != iterations:
+        sys.exit(f"{row} seed {seed} came to no end: see {directory / name}.log")
+    return done
+
+
+# ------------ table and picture ------------
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """(mean, half width of the 95 % t interval over seeds; nan for one)."""
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return mean, math.nan
+    variance = sum((x - mean) ** 2 for x in values) / (n - 1)
+    return mean, T_95[min(n - 2, len(T_95) - 1)] * math.sqrt(variance / n)
+
+
+def shown(values: list[float]) -> str:
+    if not values:
+        return ""
+    mean, half = interval(values)
+    return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}"
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: success by iteration, what the credit had to do with the truth, seconds, and the
+    difference to the first row, paired by seed."""
+    names = list(dict.fromkeys(row["row"] for row in rows))
+    at = {(row["row"], row["seed"], row["iteration"]): row for row in rows}
+    iterations = sorted({row["iteration"] for row in rows})
+    last = iterations[-1]
+
+    def column(name, iteration, key):
+        found = [r for (n, _, i), r in sorted(at.items()) if (n, i) == (name, iteration)]
+        return [row[key] for row in found if key in row]
+
+    def difference(name, other):
+        seeds = [s for n, s, i in sorted(at) if (n, i) == (name, last) and (other, s, last) in at]
+        return [at[name, s, last]["success"] - at[other, s, last]["success"] for s in seeds]
+
+    def measured(name, key):
+        """Per seed the mean from iteration 11 on."""
+        seeds = sorted({seed for n, seed, _ in at if n == name})
+        of_seed = [
+            [at[name, s, i][key] for i in iterations if i > 10 and key in at.get((name, s, i), {})]
+            for s in seeds
+        ]
+        return [sum(values) / len(values) for values in of_seed if values]
+
+    titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
+    titles += [f"less {names[0]}'s at {last}", "A with truth", "A^S with truth", "fresh pairs"]
+    titles += ["skill", "seconds an iteration"]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for name in names:
+        cells = [f"`{name}`", str(len(column(name, last, "success")))]
+        cells += [shown(column(name, i, "success")) for i in iterations]
+        cells.append("" if name == names[0] else shown(difference(name, names[0])))
+        keys = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
+        cells += [shown(measured(name, key)) for key in keys]
+        cells.append(shown([s / last for s in column(name, last, "seconds")]))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(rows: list[dict], path: Path) -> None:
+    """Success by iteration and by minute: means over seeds, with their 95 % intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for name in dict.fromkeys(row["row"] for row in rows):
+        points = {}
+        for row in rows:
+            if row["row"] == name:
+                points.setdefault(row["iteration"], []).append(row)
+        iterations = sorted(points)
+        minutes = [sum(r["seconds"] for r in points[i]) / len(points[i]) / 60 for i in iterations]
+        spread = [interval([r["success"] for r in points[i]]) for i in iterations]
+        means = [mean for mean, _ in spread]
+        halves = [0.0 if math.isnan(half) else half for _, half in spread]
+        for axis, x in zip(axes, (iterations, minutes)):
+            (line,) = axis.plot(x, means, marker="o", markersize=3, label=name)
+            low, high = ([m + sign * h for m, h in zip(means, halves)] for sign in (-1, 1))
+            axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes[0].set(xlabel="iteration", ylabel="success on the panel")
+    axes[1].set(xlabel="minutes of training")
+    axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", default="credit", help="The results have this name.")
+    parser.add_argument("--rows", nargs="+", default=ROWS, help="Rows, with flags of their own.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="Each row has these.")
+    parser.add_argument("--table", action="store_true", help="Run nothing.")
+    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "credit")
+    parser.add_argument("--work", help=argparse.SUPPRESS)  # this row, in this process
+    args, flags = parser.parse_known_args()
+    if args.work:
+        return work(args.work, [word for word in flags if word != "--"], args.runs_dir)
+    if flags:
+        parser.error(f"unknown: {' '.join(flags)}")
+
+    args.runs_dir.mkdir(parents=True, exist_ok=True)
+    kept = RESULTS / f"{args.name}.jsonl"
+    rows = []
+    if args.table:
+        rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    else:
+        for seed in args.seeds:
+            for row in args.rows:
+                rows += run_row(row, seed, args.runs_dir)
+                success, seconds = rows[-1]["success"], rows[-1]["seconds"]
+                print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)
+                kept.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (RESULTS / f"{args.name}.md").write_text(table(rows))
+    picture(rows, RESULTS / f"{args.name}.png")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
