@@ -77,8 +77,7 @@ class Args:
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
     prm_follows: bool = True  # The PRM is moved as far as the policy moves (paper: no).
     prm_steps: Natural = 2  # Optimiser steps of the PRM per iteration (paper: 1).
-    prm_groups: Count = 16  # Groups from which it learns per iteration, a share in each step.
-    prm_replay: Natural = 256  # Past groups from which these are drawn; 0: none (paper).
+    prm_replay: Natural = 256  # Past groups that the PRM learns from; 0: this iteration's (paper).
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
     step_std_floor: NonNegative = 1.0  # Floor of A^S's std, in stds of the batch (paper: 0).
@@ -452,8 +451,8 @@ def main():
         run.log("prm", pair_statistics(sides, batch, pairs))  # pair_accuracy: of pairs new to it
 
         replay.add(trajectories, pairs)
-        for groups in replay.draw(args.prm_groups, args.prm_steps if args.beta else 0):
-            past = flatten(groups)  # trajectories of a share of the groups drawn
+        for _ in range(args.prm_steps if replay.groups and args.beta else 0):
+            past = flatten(replay.draw(args.tasks_per_iteration))  # whole groups, each of one time
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by today's pi_old
             past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
