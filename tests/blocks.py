@@ -24,6 +24,7 @@ from typing import NamedTuple
 TRAINER = ("data", "rollout", "policy")
 CONVERSATION = ("data", "conversation rollout", "policy")
 SCRIPTS = {
+    "dpo_webshop.py": ("data", "rollout"),
     "gigpo_sokoban.py": TRAINER,
     "gigpo_visual_sokoban.py": TRAINER,
     "gigpo_webshop.py": TRAINER,

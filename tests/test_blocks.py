@@ -373,6 +373,7 @@ MOST = {  # lines that the diff of two scripts shows at most
     ("rloo", "gigpo"): 125,
     ("rloo", "prime"): 190,
     ("rloo", "ppo"): 210,
+    ("rloo", "dpo"): 230,
     ("rloo", "istar"): 265,
     ("grpo_sotopia", "istar_sotopia"): 255,
     ("istar_webshop", "istar_webshop_ablations"): 170,

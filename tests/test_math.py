@@ -146,6 +146,26 @@ def test_pair_log_ratios_keeps_small_sums_after_long_ones(module):
     close(sides, [1e-3, 1e-3], 1e-6)
 
 
+@over_scripts("pair_advantages")
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
+def test_pair_advantages(module, seed, kind):
+    """Pairs won less pairs lost, counted; of outcomes 0 and 1 it is RLOO's advantage."""
+    outcomes, group, _ = flat(seed, kind)
+    if kind == "binary":
+        outcomes = outcomes.round()
+    expected = []
+    for own, mine in zip(outcomes, group):
+        others = outcomes[group == mine]
+        won, lost = (others < own - 1e-5).sum(), (others > own + 1e-5).sum()
+        expected.append((won - lost) / max(1, len(others) - 1))
+    outcomes, group = tensors(outcomes, group)
+    ours = module.pair_advantages(module.preference_pairs(outcomes, group), group)
+    close(ours, expected)
+    if kind == "binary":
+        close(ours, numpy_rloo(outcomes.tolist(), group.tolist()))
+    assert not module.pair_advantages([], group).any()
+
+
 @over_scripts("step_rewards")
 def test_step_rewards(module):
     prm, old = np.random.default_rng(0).normal(size=(2, 30))
