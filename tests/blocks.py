@@ -28,6 +28,8 @@ SCRIPTS = {
     "gigpo_sokoban.py": TRAINER,
     "gigpo_visual_sokoban.py": TRAINER,
     "gigpo_webshop.py": TRAINER,
+    "graphgpo_sokoban.py": TRAINER,
+    "graphgpo_webshop.py": TRAINER,
     "grpo_sokoban.py": TRAINER,
     "grpo_sotopia.py": CONVERSATION,
     "grpo_visual_sokoban.py": TRAINER,

@@ -371,6 +371,7 @@ MOST = {  # lines that the diff of two scripts shows at most
     ("rloo", "grpo"): 60,
     ("rloo", "reinforce_pp"): 60,
     ("rloo", "gigpo"): 125,
+    ("gigpo", "graphgpo"): 100,
     ("rloo", "prime"): 190,
     ("rloo", "ppo"): 210,
     ("rloo", "dpo"): 230,

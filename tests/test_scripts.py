@@ -55,6 +55,7 @@ OWN = {  # what a script of an algorithm logs beside ALWAYS, and of each step in
     "prime": (PRIME, ["implicit_reward"]),
     "ppo": (CRITIC, ["value"]),
     "gigpo": (ANCHOR, ["step_advantage"]),
+    "graphgpo": (ANCHOR, ["step_advantage"]),
     "dpo": (DPO, []),
 }
 # Each kind of network that a checkpoint holds, in each environment that has it; the rest is the
@@ -343,9 +344,11 @@ def test_without_its_step_reward_it_is_the_baseline(play, script, minibatches):
     assert differing(other_alpha, ours)
 
 
-@pytest.mark.parametrize("script", [script for script in READY if script.startswith("gigpo_")])
-def test_gigpo_without_its_step_advantage_is_grpo(play, script):
-    baseline = script.replace("gigpo", "grpo")
+@pytest.mark.parametrize(
+    "script", [script for script in READY if script.startswith(("gigpo_", "graphgpo_"))]
+)
+def test_without_the_step_advantage_of_states_it_is_grpo(play, script):
+    baseline = f"grpo_{environment(script)}"
     ours, _ = play(f"w0-{script}", script, "--step-weight", "0", *rate_of(baseline), iterations=4)
     theirs, _ = play(f"straight-{baseline}", baseline, iterations=4)
     assert differing(ours, theirs) == []
