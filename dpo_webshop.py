@@ -64,7 +64,7 @@ class Args:
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
     policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
-    beta: Positive = 0.05  # Scale beta of the log ratios in the loss (iStar's PRM: 0.05).
+    beta: NonNegative = 0.05  # Scale beta of the log ratios in the loss; 0: nothing is learnt.
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
 
 
