@@ -39,7 +39,7 @@ from sweeps.run import Job, Runner, half_width
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")
+OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
 
 
 # ------------ what is run ------------
@@ -182,8 +182,7 @@ def stored_rows(path: Path) -> list[dict]:
 
     flags: dict[str, dict] = {}
     for row in rows:
-        own = {key: value for key, value in row["flags"].items() if key not in OF_A_RUN}
-        first = flags.setdefault(row["command"], own)
+        own, first = row["flags"], flags.setdefault(row["command"], row["flags"])
         if differ := sorted(key for key in own.keys() | first if own.get(key) != first.get(key)):
             made = f"rows of `{row['command']}` were made with other defaults"
             way = "take the old ones away, and give another --out than theirs"
@@ -193,7 +192,8 @@ def stored_rows(path: Path) -> list[dict]:
 
 def row_of(job: Job, path: Path, minutes: float) -> dict:
     """What is stored of a finished run; minutes: how long its process took, with evaluations."""
-    flags = json.loads((path / "args.json").read_text())
+    given = json.loads((path / "args.json").read_text())
+    flags = {name: value for name, value in given.items() if name not in OF_A_RUN}
     start = json.loads((path / "run.json").read_text())["starts"][-1]
     rows = rows_of(path / "metrics.jsonl")
     goal = "eval/goal" in rows[0]
