@@ -287,3 +287,71 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["evidence.py", *words])
         with pytest.raises(SystemExit, match=said):
             evidence.main()
+
+
+# Tables that were written before there were studies: each line from the rows of its file. They go
+# when the studies that replace them have run.
+
+RESULTS = evidence.ROWS.parent
+CURVES = ("sokoban", "sokoban-long", "webshop", "sotopia", "visual-sokoban")
+RATES = ("learning-rates-sokoban", "learning-rates-webshop")
+
+
+def cells_of(text) -> list[list[str]]:
+    """The lines of a page's tables that begin with a command, cell by cell, plain."""
+    lines = [line for line in text.splitlines() if line.startswith("| `") and ".py" in line]
+    return [[cell.strip(" `*") for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def stored(*names) -> list[dict]:
+    files = [RESULTS / f"{name}.jsonl" for name in names]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_every_line_of_the_older_curves_is_that_of_its_rows():
+    runs = {}
+    for row in stored(*CURVES):
+        runs.setdefault((row["command"], str(row["seed"])), []).append(row)
+    lines = [cells for cells in cells_of(evidence.PAGE.read_text()) if cells[1].isdecimal()]
+    lines = [cells for cells in lines if len(cells) >= 7]
+    assert {(cells[0], cells[1]) for cells in lines} == {*runs}
+    for command, seed, iterations, minutes, before, after, gain, *rest in lines:
+        first, *_, last = evaluations = runs[command, seed]
+        key = "eval/goal" if "eval/goal" in first else "eval/success"
+        assert (iterations.split()[0], minutes) == (
+            str(last["iteration"]),
+            f"{last['time/elapsed'] / 60:.1f}",
+        )
+        for told, row in ((before, first), (after, last)):
+            numbers = [f"{row[key]:.3f}"]
+            if key == "eval/success":
+                numbers.append(f"{row['eval/success_error']:.3f}")
+            assert told.split(" ± ") == numbers
+        assert gain == f"{last[key] - first[key]:+.3f}"
+        lowest = [f"{min(row[key] for row in evaluations if row['iteration'] > 10):.3f}"]
+        scores = [f"{row['eval/score']:.3f}" for row in (first, last)]
+        assert rest == (lowest + scores)[: len(rest)]
+
+
+def test_every_line_of_the_older_rates_is_that_of_its_rows():
+    rows = {}
+    for row in stored(*RATES):
+        rows.setdefault(f"{row['script']}.py", []).append(row)
+    lines = cells_of(evidence.PAGE.read_text())
+    rates = [cells for cells in lines if len(cells) == 5]
+    assert [cells[0] for cells in rates] == [*rows]
+    for script, before, *tried in rates:
+        assert before == f"{rows[script][0]['before']:.3f}"
+        assert tried == [f"{row['mean']:.3f} ({row['last']:.3f})" for row in rows[script]]
+
+    soon = [cells for cells in lines if cells[0] in rows and len(cells) == 7]
+    assert [cells[0] for cells in soon] == [*rows]
+    for script, rate, before, after, up, iterations, minutes in soon:
+        row = next(row for row in rows[script] if float(row["rate"]) == float(rate))
+        score, error = row["soon eval/success"], row["soon eval/success_error"]
+        assert (before, after) == (f"{row['before']:.3f}", f"{score:.3f} ({error:.3f})")
+        assert up == f"{score - row['before']:+.3f}"
+        assert (iterations, minutes) == (
+            str(row["soon iteration"]),
+            f"{row['soon minutes']:.1f}",
+        )
