@@ -217,7 +217,7 @@ def test_a_run_that_fails_is_named_and_made_again_by_the_next_start(study, tmp_p
     assert len(rows_in(tmp_path)) == 3
 
 
-def test_tables_say_what_the_rows_say(study, tmp_path):
+def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     study(0, 0.25)
     rows = rows_in(tmp_path)
     low, high = evidence.runs_of(evidence.STUDIES["one"], rows)
@@ -237,6 +237,11 @@ def test_tables_say_what_the_rows_say(study, tmp_path):
     assert "| 2 of 2 | 2 | 16 | 0.002 | 2e-05 | 2 |" in told  # the second reaches 0.75 sooner
     assert "| 0.50 | 0.000 (0.000 to 0.000) |" in told  # P(A better), A - B
     assert evidence.reached(low.rows[0], 1.5) is None
+    assert "![Curves of one]" in told and "| A | B |" in told
+    monkeypatch.setattr(evidence, "MOST", 1)  # of too many commands neither
+    assert "![" not in evidence.section("one", rows) and "| A |" not in evidence.section(
+        "one", rows
+    )
     evidence.picture([low, high], tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
