@@ -18,6 +18,7 @@ from runtime import processes
 from runtime.models import first_line
 from runtime.networks import assert_finite, is_adapted, plain, policy_weights
 from runtime.pictures import Album, never_sampled, opened, pictures_of
+from runtime.server_extension import repack_tied_head
 from runtime.terminal import warn
 
 import torch
@@ -332,15 +333,7 @@ class VllmEngine:
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
 
-    @staticmethod
-    def repack_tied_head(model) -> None:
-        """Pack a CPU head's weight anew: it computes with a packed copy, which reload_weights
-        leaves old where the head is tied."""
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        for module in model.modules():
-            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
-                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+    repack_tied_head = staticmethod(repack_tied_head)
 
     def sleep(self) -> None:
         """Leave the GPU to the trainer until the next load."""
