@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from urllib.parse import urlsplit
 
 from runtime.models import ModelError, check_directory, read_object
-from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
+from runtime.ranges import UNDECLARED, Count, Name, Range, Share, Text, ZeroOrMore
 from runtime.terminal import warn
 
 import tyro
@@ -32,7 +32,9 @@ class RunArgs:
     engine_url: tuple[str, ...] = ()
     """Addresses of vLLM servers that sample instead: http://a:8000 http://b:8000."""
     engine_memory: Count = 2
-    """Memory of the engine's cache of keys and values on a CPU [GiB]; a GPU gives it 40 %."""
+    """Memory of the engine's cache of keys and values on a CPU [GiB]; see --engine-gpu-share."""
+    engine_gpu_share: Share = 0.4
+    """Share of a GPU's memory that the engine has, all in all; vLLM leaves it while it sleeps."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of engine, matrix products and frozen weights; the rest is float32."""
     micro_batch_tokens: Count = 8192

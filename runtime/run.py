@@ -63,7 +63,7 @@ import torch
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track quiet "
-    "engine_memory engine_url save_every eval_every keep saved_pictures"
+    "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures"
 ).split()
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
@@ -191,6 +191,7 @@ class Run:
         if self.is_new:
             self.row = {"iteration": 0, "time/elapsed": 0.0}
         torch.manual_seed(self.args.seed + processes.rank())
+        np.random.seed((self.args.seed + processes.rank()) % 2**32)
 
     # ------------ iterations ------------
 
@@ -205,7 +206,7 @@ class Run:
             number = args.seed + 1_000_003 * iteration
             random.seed(f"{args.seed} {iteration}")
             torch.manual_seed(number + processes.rank())
-            np.random.seed(number % 2**32)
+            np.random.seed((number + processes.rank()) % 2**32)  # vLLM draws seeds from it
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
