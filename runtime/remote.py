@@ -140,10 +140,20 @@ class Server:
                 self.note(weights)
                 return
             except EngineError as error:
+                if not self.is_alive():
+                    raise LostError(str(error)) from error
                 if attempt + 1 == TRIES:
                     seen = "the servers have to see --model and --runs-dir under the same paths"
                     raise EngineError(f"{error}; {seen}") from error
                 time.sleep(PAUSE)
+
+    def is_alive(self) -> bool:
+        """Whether there is an engine behind the address: its process may have died alone."""
+        try:
+            self.call("GET", "/health")
+        except (LostError, EngineError):
+            return False
+        return True
 
     def note(self, weights: Weights) -> None:
         """That the server has these weights from now on. Prefixes that it kept are not theirs."""
