@@ -29,6 +29,7 @@ from conftest import ROOT, TINY, free_port, run_main, settings
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_engines import STOP, adapted, contexts_of, gap, move, tiny
+from test_processes import launch
 
 SMALL = """--tasks-per-iteration 2 --group-size 2 --eval-tasks 2 --eval-samples 1 --max-steps 2
 --iterations 2 --max-action-tokens 12 --run-name base""".split()
@@ -400,6 +401,28 @@ def test_a_run_with_servers_samples_what_a_run_without_samples(words, fake, tmp_
     assert apart.keys() == inside.keys()
     assert all(apart[name] == inside[name] for name in apart if name.startswith("eval/"))
     assert not (tmp_path / "runs/base/engine").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], pytest.param(["--policy-lora-rank", "4"], marks=pytest.mark.slow)],
+    ids=("whole", "LoRA"),
+)
+def test_two_processes_share_two_servers(words, fake, tmp_path):
+    """The first one leaves the weights; both sample, each with both servers."""
+    other = Fake()
+    with listening(other) as url:
+        command = [ROOT / f"{SCRIPT}.py", *SMALL, *words, "--processes", "2"]
+        launch("torchrun", *command, "--engine-url", fake[1], url, cwd=tmp_path)
+    rows = (tmp_path / "runs/base/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in rows]
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    assert all(row["policy/engine_gap"] < 1e-4 for row in rows[1:])
+    for server in (fake[0], other):
+        taken = [body for path, body in server.paths if "/load_" in path or "collective" in path]
+        assert len(taken) == (4 if words else 3)  # three updates, and once --model
+        salts = {body["cache_salt"] for body in server.asked if "cache_salt" in body}
+        assert len(salts) >= 3
 
 
 # ------------ what is refused ------------
