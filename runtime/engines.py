@@ -159,12 +159,16 @@ class HfEngine:
 
     def reuse(self, contexts: list[list[int]]) -> None:
         """Leave in the cache what these contexts share with the rows that it has, or empty it."""
+        from runtime.caches import RoomyLayer
+
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
         cache = DynamicCache(config=self.model.config)
         # a sliding window would count hidden columns too
         whole = all(type(layer) is DynamicLayer for layer in cache.layers)
+        if whole:
+            cache.layers = [RoomyLayer() for _ in cache.layers]
         dense = self.seen.shape[1] <= 2 * max(map(len, contexts))
         kept = iter(enumerate(self.rows if whole and dense else []))  # episodes keep their order
         found = []
