@@ -13,6 +13,9 @@
     networks.py       a model with its adapter and optimiser; log-probabilities of a micro-batch
     batching.py       sequences of similar length in the memory of one micro-batch
     engines.py        what samples: vLLM, or transformers
+    caches.py         keys and values of transformers' engine, which are not copied for every token
+    remote.py         what samples elsewhere: vLLM servers
+    server_extension.py   what such a server is started with, to take the policy's weights
     pictures.py       from a PNG to what a vision tower made of it; its place in a sequence
     vllm_pictures.py  vLLM reads pictures without torchvision
     rounds.py         episodes side by side; worlds that fail

@@ -8,6 +8,7 @@
 Contexts and samples are lists of token ids; nothing is tokenised here.
 """
 
+import contextlib
 import gc
 import hashlib
 import logging
@@ -18,6 +19,7 @@ from runtime import processes
 from runtime.models import first_line
 from runtime.networks import assert_finite, compute_with, plain, policy_weights
 from runtime.pictures import Album, never_sampled, opened, pictures_of
+from runtime.server_extension import repack_tied_head
 from runtime.terminal import warn
 
 import torch
@@ -35,8 +37,8 @@ class HfEngine:
     """transformers on the trainer's own model, for machines without vLLM.
 
     Keys and values of the last contexts and their samples are kept: of a context that goes on where
-    one of them ended only the rest is read. Where contexts do not all fit --engine-memory (40 % of
-    a GPU), they are read in parts, each from its beginning."""
+    one of them ended only the rest is read. Where contexts do not all fit --engine-memory (on a GPU
+    --engine-gpu-share), they are read in parts, each from its beginning."""
 
     def __init__(self, path: str, stop_ids: list[int], args):
         self.stop_ids, self.args, self.restarts = stop_ids, args, 0
@@ -88,7 +90,7 @@ class HfEngine:
 
         memory = self.args.run_args.engine_memory * 2**30
         if self.model.device.type == "cuda":
-            memory = 0.4 * torch.cuda.mem_get_info()[1]
+            memory = self.args.run_args.engine_gpu_share * torch.cuda.mem_get_info()[1]
         return max(1, int(memory // (token * columns)))
 
     @torch.no_grad()
@@ -156,12 +158,16 @@ class HfEngine:
 
     def reuse(self, contexts: list[list[int]]) -> None:
         """Leave in the cache what these contexts share with the rows that it has, or empty it."""
+        from runtime.caches import RoomyLayer
+
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
         cache = DynamicCache(config=self.model.config)
         # a sliding window would count hidden columns too
         whole = all(type(layer) is DynamicLayer for layer in cache.layers)
+        if whole:
+            cache.layers = [RoomyLayer() for _ in cache.layers]
         dense = self.seen.shape[1] <= 2 * max(map(len, contexts))
         kept = iter(enumerate(self.rows if whole and dense else []))  # episodes keep their order
         found = []
@@ -237,7 +243,8 @@ class VllmEngine:
             trust_remote_code=args.run_args.trust_remote_code,
         )
         if self.cuda:
-            settings |= dict(gpu_memory_utilization=0.4, enable_sleep_mode=True)
+            share = args.run_args.engine_gpu_share
+            settings |= dict(gpu_memory_utilization=share, enable_sleep_mode=True)
         else:
             # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
@@ -252,6 +259,7 @@ class VllmEngine:
             settings |= dict(distributed_executor_backend="external_launcher")
         self.engine, self.restarts = lambda: LLM(path, **settings), 0
         self.llm = self.start()
+        self.asleep = False
 
         limits = dict(
             max_tokens=args.max_action_tokens,
@@ -274,23 +282,7 @@ class VllmEngine:
     def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
         if not contexts:
             return []
-        prompts = [self.prompt(context) for context in contexts]
-        try:
-            outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
-        except Exception as error:  # a new engine takes its place once in a run
-            if self.restarts or processes.count() > 1:  # several start together or not at all
-                raise EngineError(f"the engine failed ({first_line(error)})") from error
-            failed = f"the engine failed ({type(error).__name__}: {error})"
-            warn(f"{failed}; a new one takes its place")
-            self.llm, self.restarts = None, 1
-            gc.collect()
-            self.llm = self.start()
-            self.load(self.model)
-            try:
-                outputs = self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
-            except Exception as again:
-                raise EngineError(f"the engine failed twice ({first_line(again)})") from again
-
+        outputs = self.outputs([self.prompt(context) for context in contexts], temperature)
         seen = [list(output.prompt_token_ids) for output in outputs]
         assert seen == contexts, "the engine saw other ids"
         samples = []
@@ -298,6 +290,36 @@ class VllmEngine:
             ids, places = list(output.outputs[0].token_ids), output.outputs[0].logprobs
             samples.append((ids, [place[i].logprob for i, place in zip(ids, places)]))
         return samples
+
+    def outputs(self, prompts: list[dict], temperature: float) -> list:
+        """vLLM's answers. If it fails a new engine takes its place, once in a run."""
+        try:
+            return self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
+        except Exception as error:
+            failed = f"the engine failed ({type(error).__name__}: {error})"
+            if self.restarts or processes.count() > 1:  # several start together or not at all
+                raise EngineError(f"the engine failed ({first_line(error)})") from error
+
+        # only here is the failed one free to go: the error's traceback held it
+        warn(f"{failed}; a new one takes its place")
+        self.replace()
+        try:
+            return self.llm.generate(prompts, self.sampling(temperature), use_tqdm=False)
+        except Exception as again:
+            raise EngineError(f"the engine failed twice ({first_line(again)})") from again
+
+    def replace(self) -> None:
+        """End the engine, whose memory the new one needs, and start one with the current
+        weights."""
+        self.restarts = 1
+        with contextlib.suppress(Exception):  # it has failed already
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        self.llm, self.asleep = self.start(), False
+        self.load(self.model)
 
     def prompt(self, context: list[int]) -> dict:
         """A context as vLLM takes it: one image token for each picture, which it expands."""
@@ -321,27 +343,24 @@ class VllmEngine:
         computed."""
         assert_finite(policy_weights(model))
         self.model = model
-        if self.cuda:
-            self.llm.wake_up()
+        if self.asleep:
+            self.llm.wake_up(["weights"])  # the cache of keys comes when this takes no more memory
         weights = {"weights_iterator": policy_weights(model)}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         self.llm.apply_model(self.repack_tied_head)
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
         self.llm.reset_prefix_cache()
         if self.image_token is not None:
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
 
-    @staticmethod
-    def repack_tied_head(model) -> None:
-        """Pack a CPU head's weight anew: it computes with a packed copy, which reload_weights
-        leaves old where the head is tied."""
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        for module in model.modules():
-            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
-                dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+    repack_tied_head = staticmethod(repack_tied_head)
 
     def sleep(self) -> None:
-        """Leave the GPU to the trainer until the next load."""
-        if self.cuda:
-            self.llm.sleep(level=1)
+        """Leave the GPU to the trainer until the next load, which brings all weights: none are
+        kept."""
+        if self.cuda and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True

@@ -3,15 +3,17 @@
 import ast
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from runtime.models import ModelError, check_directory, read_object
-from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
+from runtime.ranges import UNDECLARED, Count, Name, Range, Share, Text, ZeroOrMore
 from runtime.terminal import warn
 
 import tyro
@@ -27,8 +29,12 @@ class RunArgs:
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """What samples: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if there."""
+    engine_url: tuple[str, ...] = ()
+    """Addresses of vLLM servers that sample instead: http://a:8000 http://b:8000."""
     engine_memory: Count = 2
-    """Memory of the engine's cache of keys and values on a CPU [GiB]; a GPU gives it 40 %."""
+    """Memory of the engine's cache of keys and values on a CPU [GiB]; see --engine-gpu-share."""
+    engine_gpu_share: Share = 0.4
+    """Share of a GPU's memory that the engine has, all in all; vLLM leaves it while it sleeps."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of engine, matrix products and frozen weights; the rest is float32."""
     micro_batch_tokens: Count = 8192
@@ -224,7 +230,8 @@ def check(args, env) -> str:
     if args.max_action_tokens >= args.max_context_tokens:
         reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
         refuse("max_action_tokens", args.max_action_tokens, reason)
-    if run_args.engine == "vllm" and not find_spec("vllm"):
+    check_servers(args, env)
+    if run_args.engine == "vllm" and not run_args.engine_url and not find_spec("vllm"):
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
     check_writable("runs_dir", run_args.runs_dir)
     return check_model(args, env)
@@ -250,6 +257,35 @@ def shown(value, most: int = 300) -> str:
     text = str(value) or '""'
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def check_servers(args, env) -> None:
+    """Refuse addresses of servers that are none, and what servers cannot do."""
+    from runtime.pictures import shows_pictures
+
+    run_args = args.run_args
+    for url in run_args.engine_url:
+        if reason := check_address(url):
+            refuse("engine_url", "...", reason)  # it may hold a key
+    if run_args.engine_url and run_args.engine == "hf":
+        refuse("engine", "hf", "the servers of --engine-url are vLLM's")
+    if run_args.engine_url and shows_pictures(env):
+        refuse("engine_url", " ".join(run_args.engine_url), "pictures are not sent to servers")
+
+
+def check_address(url: str) -> str:
+    """What is wrong with the address of a server, or nothing."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        parts.hostname.encode("idna")
+    except (ValueError, AttributeError):  # a port or an address that is none
+        usable = False
+    if not usable or not url.isprintable() or re.search(r"[\s\\]", url):
+        return "no http address, as http://localhost:8000"
+    if set("@?#") & set(url) or parts.path.strip("/"):
+        return "no user, password, path, query or fragment belongs in the address"
+    return ""
 
 
 def check_writable(flag: str, directory: str) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from runtime import terminal
 from runtime.chat import Chat
 
+import torch
+
 FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that train, as safetensors names them
 SIZES = (  # of config.json, and of its parts for words and for pictures
     "hidden_size intermediate_size num_attention_heads num_hidden_layers num_key_value_heads "
@@ -19,6 +21,7 @@ SIZES = (  # of config.json, and of its parts for words and for pictures
     "patch_size spatial_merge_size temporal_patch_size"
 ).split()
 LARGEST = 10_000_000  # of these
+AFTER_HEAD = "final_logit_softcapping", "logit_scale", "logits_scaling"  # of config.json
 
 
 class ModelError(ValueError):
@@ -134,7 +137,27 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
     for name, tensor in model.named_parameters():
         if not tensor.isfinite().all():
             raise ModelError(f"the weight {name} has numbers that are not finite")
+    if kind == "AutoModelForCausalLM":
+        check_head(model)
     return model
+
+
+def check_head(model) -> None:
+    """Raise ModelError where the model does more to its logits than its head does to the last
+    hidden states: log-probabilities here are those of the head."""
+    ids = torch.arange(3)[None] % model.get_input_embeddings().weight.shape[0]
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            ours = model.get_output_embeddings()(hidden)
+    except Exception as error:  # each architecture has its own
+        raise ModelError(f"it computes no logits ({first_line(error)})") from error
+    if not torch.allclose(logits, ours, rtol=1e-2, atol=1e-3, equal_nan=True):
+        config = model.config.get_text_config()
+        found = [f"{name} {getattr(config, name)}" for name in AFTER_HEAD if hasattr(config, name)]
+        named = f" ({', '.join(found)})" if found else ""
+        raise ModelError(f"its logits are scaled or capped after its head{named}")
 
 
 def read_tokenizer(path: str, model, trust: bool):

@@ -94,6 +94,7 @@ Natural = whole(0, MOST)  # a count that may be 0
 Several = whole(2, MOST)
 Seed = whole(0, 2**32 - 1)
 Fraction = real(0.0, 1.0)
+Share = real(0.05, 0.95)  # of a card's memory
 Rate = real(0.0, 1.0)  # of learning, of discount
 Positive = real(SMALL, LARGE)
 NonNegative = real(0.0, LARGE)

@@ -9,6 +9,7 @@
     runs/NAME/pictures/         what the steps saw, where the world shows pictures: each once
     runs/NAME/curve.png         success and return, against iterations and minutes of training
     runs/NAME/checkpoints/      checkpoints.py
+    runs/NAME/engine/           the policy's weights for the servers of --engine-url, meanwhile
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite
 
 Nothing here changes what is learnt.
@@ -55,6 +56,7 @@ from runtime.models import (
 from runtime.networks import Network, add_adapter
 from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
+from runtime.remote import RemoteEngine
 from runtime.replay import Replay
 
 import numpy as np
@@ -63,7 +65,7 @@ import torch
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track quiet "
-    "engine_memory save_every eval_every keep saved_pictures"
+    "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures"
 ).split()
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
@@ -136,11 +138,16 @@ class Run:
         kind = run_args.engine
         if kind == "auto":
             kind = "vllm" if find_spec("vllm") else "hf"
+        if run_args.engine_url:
+            kind = "servers"
         self.engine_kind = kind
-        engines = {"vllm": VllmEngine, "hf": HfEngine}
+        servers = functools.partial(RemoteEngine, self.path / "engine")
+        engines = {"vllm": VllmEngine, "hf": HfEngine, "servers": servers}
         try:
             self.engine = engines[kind](self.model_path, chat.stop_ids, args)
         except EngineError as error:
+            if kind == "servers":
+                refuse("engine_url", " ".join(run_args.engine_url), str(error))
             refuse("engine", kind, f"{error}; --engine hf needs nothing more")
 
         if args.policy_lora_rank:
@@ -190,6 +197,7 @@ class Run:
         if self.is_new:
             self.row = {"iteration": 0, "time/elapsed": 0.0}
         torch.manual_seed(self.args.seed + processes.rank())
+        np.random.seed((self.args.seed + processes.rank()) % 2**32)
 
     # ------------ iterations ------------
 
@@ -204,7 +212,7 @@ class Run:
             number = args.seed + 1_000_003 * iteration
             random.seed(f"{args.seed} {iteration}")
             torch.manual_seed(number + processes.rank())
-            np.random.seed(number % 2**32)
+            np.random.seed((number + processes.rank()) % 2**32)  # vLLM draws seeds from it
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
@@ -461,9 +469,9 @@ def refuse_others(path: Path) -> None:
     for file in (*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"):
         if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
             sys.exit(f"{file}: a link, a pipe or a directory in the place of a file; remove it")
-    checkpoints = path / "checkpoints"
-    if os.path.lexists(checkpoints) and (checkpoints.is_symlink() or not checkpoints.is_dir()):
-        sys.exit(f"{checkpoints}: a link or a file in the place of a directory; remove it")
+    for kept in (path / "checkpoints", path / "engine"):
+        if os.path.lexists(kept) and (kept.is_symlink() or not kept.is_dir()):
+            sys.exit(f"{kept}: a link or a file in the place of a directory; remove it")
     for link in (path / "policy", path / "prm", path / "critic", path / "best"):
         if os.path.lexists(link) and not link.is_symlink():
             sys.exit(f"{link}: something else in the place of a link; move it away")
@@ -573,8 +581,10 @@ def stop(run: Run | None, error: BaseException) -> None:
         sys.exit(f"\nstopped: {error}; {where} ({advice})")
 
     if isinstance(error, EngineError):
-        other = "--engine hf needs nothing more"
-        sys.exit(f"\nstopped: {shown(error)}{how_to_go_on(path)}, or {other}")
+        other = ", or --engine hf needs nothing more"
+        if run.args.run_args.engine_url:
+            other = ""
+        sys.exit(f"\nstopped: {shown(error)}{how_to_go_on(path)}{other}")
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
         less = "a smaller --micro-batch-tokens or --engine-memory needs less"
@@ -588,7 +598,10 @@ def stop(run: Run | None, error: BaseException) -> None:
 
 
 def discard(run: Run) -> None:
-    """Remove the directory that this process made for a run, where nothing was kept in it."""
+    """Remove the directory that this process made for a run, where nothing was kept in it; and
+    weights that servers have taken."""
+    if run.path and processes.rank() == 0:
+        shutil.rmtree(run.path / "engine", ignore_errors=True)
     if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
         return
     tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"

@@ -171,6 +171,7 @@ RUN_ARGS = {  # the flags of the run that the functions look at
     "dtype": "float32",
     "micro_batch_tokens": 8192,
     "engine_memory": 1,
+    "engine_gpu_share": 0.4,
     "trust_remote_code": False,
     "processes": 1,
     "eval_tasks": 4,

@@ -933,6 +933,37 @@ URLS += [
     ]
 ]
 
+URLS += [
+    Case("engines", f"--engine-url {ascii(url)[:40]}", flags(f"--engine-url={url}"), says)
+    for url in (*ADDRESSES, "", "http://localhost:8000/v1")
+    for says in [("--engine-url ...: ",)]
+]
+URLS += [
+    Case("engines", " ".join(words), flags(*words), says, script)
+    for script, words, says in [
+        (
+            "rloo_sokoban",
+            ("--engine-url=http://a:8000", "--engine=hf"),
+            ("--engine hf", "--engine-url are vLLM's"),
+        ),
+        (
+            "rloo_sokoban",
+            ("--engine-url=['http://127.0.0.1:9', 'http:']",),
+            ("--engine-url ...: ", "http address"),
+        ),
+        (
+            "rloo_sokoban",
+            ("--engine=vllm", "--engine-url=http://127.0.0.1:9"),
+            ("does not answer",),
+        ),
+        (
+            "rloo_visual_sokoban",
+            ("--engine=vllm", "--engine-url=http://a:8000"),
+            ("--engine-url", "pictures"),
+        ),
+    ]
+]
+
 # ------------ flags: each range, and what does not go together ------------
 
 # test_every_flag.py has every flag of every script; these go through main

@@ -1,0 +1,19 @@
+#!/bin/bash
+# A run on one machine of a Ray cluster, which Ray chooses by its free GPUs (GPUS=8):
+#     RAY_ADDRESS=http://HEAD:8265 bash configs/ray.sh NAME istar_webshop.py --dtype bfloat16 ...
+# from the repository's directory, which the cluster sees under the same path. A job of the same NAME
+# goes on with the same run.
+set -euo pipefail
+
+name=$1
+script=$2
+shift 2
+gpus=${GPUS-8}
+processes=${PROCESSES:-$gpus}  # without a GPU: GPUS=0 PROCESSES=2
+
+command=(
+    torchrun --standalone --nproc_per_node "$processes"
+    "$script" --processes "$processes" --run-name "$name" --resume auto "$@"
+)
+ray job submit --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" --entrypoint-num-gpus "$gpus" -- \
+    bash -c "cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $(printf '%q ' "${command[@]}")"

@@ -1,0 +1,25 @@
+#!/bin/bash
+# A run on two machines with eight GPUs each, from the repository's directory, which all of them see:
+#     sbatch configs/slurm.sh istar_webshop.py --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16 ...
+# Where the job ends early and is queued again, the same command goes on with the same run.
+#SBATCH --job-name=istar
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.out
+set -euo pipefail
+
+script=$1
+shift
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+processes=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
+
+# torchrun starts a process for each GPU of its machine
+srun --kill-on-bad-exit=1 torchrun \
+    --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" \
+    --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID" \
+    "$script" --processes "$processes" --run-name "slurm-$SLURM_JOB_ID" --resume auto "$@"

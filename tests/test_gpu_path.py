@@ -1,0 +1,224 @@
+"""The path of a GPU, on a machine without one: torch says that there is one, and vLLM is a stand-in
+that keeps to what vLLM 0.32 asks of its caller and raises where it would."""
+
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
+
+import runtime.models
+from runtime import processes
+from runtime.engines import EngineError, HfEngine, VllmEngine
+from runtime.models import ModelError, read_causal_model
+from runtime.networks import policy_weights
+from runtime.run import Run
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import TINY, settings
+from test_engines import STOP, contexts_of, move, tiny
+
+PARTS = {"weights", "kv_cache"}
+TINY_SHAPE = dict(
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+class Core:
+    """vLLM's engine core in the process: its weights are in the allocator, of which there is one in
+    a process, until it is shut down or nothing refers to it."""
+
+    alive = weakref.WeakSet()
+
+    def __init__(self):
+        assert not Core.alive, "CuMem allocator can only be used for one instance per process."
+        Core.alive.add(self)
+
+    def shutdown(self):
+        Core.alive.discard(self)
+
+
+class LLM:
+    """vLLM's LLM: sleeping parts cannot be used, and level 2 forgets the weights."""
+
+    made, fails = [], 0
+
+    def __init__(self, path, **settings):
+        self.settings, self.calls, self.resident = settings, [], set(PARTS)
+        self.weights = None  # those of the file
+        self.llm_engine = SimpleNamespace(engine_core=Core())
+        LLM.made.append(weakref.ref(self))
+        assert 0 < settings["gpu_memory_utilization"] < 1 and settings["enable_sleep_mode"]
+
+    def sleep(self, level):
+        assert self.resident == PARTS, "Executor is already sleeping."
+        self.resident, self.weights = set(), None
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags=None):
+        tags = set(tags or PARTS)
+        assert not tags & self.resident, f"Tag {tags} is not in sleeping tags"
+        self.resident |= tags
+        self.calls.append(f"wake {'+'.join(sorted(tags))}")
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights" and "weights" in self.resident, "illegal memory access"
+        self.weights = {name: tensor.clone() for name, tensor in kwargs["weights_iterator"]}
+        self.calls.append("reload")
+
+    def apply_model(self, function):
+        assert "weights" in self.resident, "illegal memory access"
+        function(torch.nn.Linear(1, 1))  # has no head that was packed for a CPU
+
+    def reset_prefix_cache(self):
+        assert "kv_cache" in self.resident, "illegal memory access"
+        self.calls.append("reset")
+
+    def generate(self, prompts, sampling, use_tqdm):
+        assert self.resident == PARTS and self.weights is not None, "illegal memory access"
+        if LLM.fails:
+            LLM.fails -= 1
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+        place = {5: SimpleNamespace(logprob=-1.0)}
+        sample = SimpleNamespace(token_ids=[5], logprobs=[place])
+        return [
+            SimpleNamespace(prompt_token_ids=p["prompt_token_ids"], outputs=[sample])
+            for p in prompts
+        ]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine that says it has a GPU; what was freed on it is in the list."""
+    freed, vllm = [], ModuleType("vllm")
+    vllm.LLM, vllm.SamplingParams = LLM, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(Core.alive)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 80 * 2**30))
+    Core.alive.clear()
+    LLM.made, LLM.fails = [], 0
+    return freed
+
+
+def test_weights_come_before_the_cache_wakes_and_none_are_kept_in_between(gpu):
+    args, model = settings(engine_gpu_share=0.55), tiny()
+    engine = VllmEngine(str(TINY), [STOP], args)
+    assert engine.llm.settings["gpu_memory_utilization"] == 0.55
+    assert "distributed_executor_backend" not in engine.llm.settings
+    engine.load(model)
+    assert engine.llm.calls == ["reload", "reset"]  # it has never slept
+    for update in (1, 2):
+        engine.llm.calls.clear()
+        assert len(engine.generate(contexts_of(model), 1.0)) == 6
+        engine.sleep()
+        engine.sleep()  # the second one does nothing
+        move(model, update)
+        engine.load(model)
+        order = ["sleep 2", "wake weights", "reload", "wake kv_cache", "reset"]
+        assert engine.llm.calls == order
+        for name, tensor in policy_weights(model):
+            assert torch.equal(engine.llm.weights[name], tensor), name
+
+
+def test_a_failed_engine_is_gone_before_another_one_starts(gpu, capsys):
+    model = tiny()
+    engine = VllmEngine(str(TINY), [STOP], settings())
+    engine.load(model)
+    LLM.fails = 1
+    assert engine.generate([[5, 6]], 1.0) == [([5], [-1.0])]
+    first, second = LLM.made
+    assert first() is None and second() is engine.llm and engine.restarts == 1
+    assert gpu == [0]  # memory was given back when no engine was there any more
+    assert "a new one takes its place" in capsys.readouterr().out
+    engine.sleep()
+    engine.load(model)
+    LLM.fails = 1
+    with pytest.raises(EngineError, match=r"the engine failed \(RuntimeError: CUDA error"):
+        engine.generate([[5, 6]], 1.0)
+
+
+def test_an_engine_that_fails_twice_at_once_ends_the_run(gpu):
+    engine = VllmEngine(str(TINY), [STOP], settings())
+    engine.load(tiny())
+    LLM.fails = 2
+    with pytest.raises(EngineError, match="failed twice"):
+        engine.generate([[5, 6]], 1.0)
+
+
+def test_of_several_processes_none_is_replaced(gpu, monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    engine = VllmEngine(str(TINY), [STOP], settings())
+    assert engine.llm.settings["distributed_executor_backend"] == "external_launcher"
+    engine.load(tiny())
+    LLM.fails = 1
+    with pytest.raises(EngineError, match="the engine failed"):
+        engine.generate([[5, 6]], 1.0)
+    assert len(LLM.made) == 1
+
+
+def test_transformers_cache_has_its_share_of_a_gpu(gpu):
+    """80 GiB, of which 40 %: 16 GiB where it is 20 %."""
+    model = tiny()
+    engines = [HfEngine("", [STOP], settings(engine_gpu_share=share)) for share in (0.4, 0.2)]
+    for engine in engines:
+        engine.model = SimpleNamespace(config=model.config, device=torch.device("cuda"))
+    most, half = (engine.fitting(1024) for engine in engines)
+    config = model.config
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    assert most == int(0.4 * 80 * 2**30 / (token * 1024)) and abs(most - 2 * half) <= 1
+
+
+def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
+    """vLLM's newer runner draws the seeds of requests from numpy."""
+    for name in ("report.announce", "report.summary", "report.write_page"):
+        monkeypatch.setattr(f"runtime.run.{name}", lambda run: None)
+    monkeypatch.setattr("runtime.run.load_checkpoint", lambda path, networks: (0, []))
+    drawn = []
+    for rank in (0, 1):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        args = SimpleNamespace(seed=1, iterations=2, run_args=SimpleNamespace(eval_only=False))
+        run = SimpleNamespace(args=args, path=tmp_path, starts=[])
+        Run.resume(run)
+        drawn.append([(np.random.rand(), torch.rand(()).item())])  # the evaluation at the start
+        drawn[-1] += [(np.random.rand(), torch.rand(()).item()) for _ in Run.iterations(run)]
+    assert len({number for process in drawn for pair in process for number in pair}) == 12
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("Gemma2", {"final_logit_softcapping": 0.05}, "final_logit_softcapping 0.05"),
+        ("Cohere", {"logit_scale": 0.0625}, "logit_scale 0.0625"),
+        ("Granite", {"logits_scaling": 8.0}, "logits_scaling 8.0"),
+    ],
+)
+def test_logits_that_are_not_the_heads_own_are_refused(family, changes, told, tmp_path):
+    config = getattr(transformers, f"{family}Config")(**TINY_SHAPE, **changes)
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=rf"scaled or capped after its head \(.*{told}"):
+        read_causal_model(str(tmp_path))
+
+
+def test_logits_that_are_the_heads_own_are_not(tmp_path):
+    """Granite with a scale of 1, and Gemma 2 without a cap."""
+    for family, changes in (
+        ("Granite", {"logits_scaling": 1.0}),
+        ("Gemma2", {"final_logit_softcapping": None}),
+    ):
+        config = getattr(transformers, f"{family}Config")(**TINY_SHAPE, **changes)
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / family)
+        read_causal_model(str(tmp_path / family))
+    for dtype in (torch.float32, torch.bfloat16):
+        runtime.models.check_head(tiny().to(dtype))
