@@ -33,6 +33,8 @@ class RunArgs:
     """Precision of engine, matrix products and frozen weights; the rest is float32."""
     micro_batch_tokens: Count = 8192
     """Most tokens in one forward and backward pass: bounds the memory, changes no result."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass: less memory, by a third more time."""
     eval_every: Count = 10
     """Iterations from one evaluation to the next; the last iteration is always evaluated."""
     eval_only: bool = False

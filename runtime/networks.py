@@ -1,6 +1,7 @@
 """A model with its adapter and its optimiser, and the log-probabilities that it gives to tokens."""
 
 import math
+from functools import partial
 
 from runtime import processes
 from runtime.pictures import has_frozen_tower, never_sampled, picture_inputs
@@ -10,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 SKIPS = 3  # so many updates in a row that are not finite end a run
+FUSED = ("cuda",)  # devices on which AdamW updates all parameters in one kernel
 
 
 def is_adapted(model) -> bool:
@@ -43,6 +45,29 @@ def add_adapter(model, name: str, rank: int):
     return model
 
 
+def recompute_layers(models: list) -> bool:
+    """Let the layers of these models keep nothing of a forward pass but their input: the backward
+    pass computes them again, with the same result. False where a model has no layers that
+    transformers calls fit for it. Passes without a graph, as an engine's, stay as they are."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    of_each = [
+        [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for model in models
+    ]
+    for layer in {layer for layers in of_each for layer in layers}:  # two may share their base
+        layer.forward = partial(computed_again, layer.forward)
+    return all(of_each)
+
+
+def computed_again(forward, *inputs, **options):
+    """forward(*inputs, **options), whose graph keeps the inputs alone."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    saving = dict(use_reentrant=False, preserve_rng_state=False)  # no layer draws at random
+    return checkpoint(forward, *inputs, **saving, **options)
+
+
 class Network:
     """One of a model's adapters, or a model without any, with the optimiser that trains it.
 
@@ -51,11 +76,15 @@ class Network:
 
     def __init__(self, name: str, model, optimizer, dtype: str = "float32"):
         self.name, self.model, self.optimizer = name, model, optimizer
-        self.bfloat16 = dtype == "bfloat16"
+        # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
+        self.bfloat16 = dtype == "bfloat16" and not processes.is_sharded(model)
         self.skips = 0  # updates in a row that were not finite
         self.norms: list[float] = []  # of the gradients of steps taken, since optimizer_stats()
         self.skipped = 0  # updates that were not finite, since optimizer_stats()
         self.noted: list[tuple] = []  # (tokens, log ratios) of micro-batches, since log_ratios()
+        for group in optimizer.param_groups:
+            if "fused" in group and all(p.device.type in FUSED for p in group["params"]):
+                group["fused"] = True
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:

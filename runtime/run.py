@@ -51,7 +51,7 @@ from runtime.models import (
     read_tokenizer,
     stop_ids_of,
 )
-from runtime.networks import Network, add_adapter
+from runtime.networks import Network, add_adapter, recompute_layers
 from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
 
@@ -61,7 +61,7 @@ import torch
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track quiet "
-    "engine_memory save_every eval_every keep saved_pictures"
+    "engine_memory save_every eval_every keep saved_pictures gradient_checkpointing"
 ).split()
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
@@ -146,7 +146,7 @@ class Run:
 
         if args.policy_lora_rank:
             model = add_adapter(model, "policy", args.policy_lora_rank)
-        self.policy_model = processes.shard(model).to(self.device)
+        self.policy_model = processes.shard(model, run_args.dtype).to(self.device)
         return self.policy_model, self.engine, chat
 
     def read_model(self, dtype: torch.dtype):
@@ -174,6 +174,10 @@ class Run:
     def resume(self, *networks: Network) -> None:
         """Say what the run is, and take up its last checkpoint if there is one."""
         self.networks = list(networks)
+        models = [network.model for network in networks]
+        if self.args.run_args.gradient_checkpointing and not recompute_layers(models):
+            none = f"--model {self.args.model} has no layers that can be computed again"
+            refuse("gradient_checkpointing", True, none)
         report.announce(self)
         self.iteration, self.rows = load_checkpoint(self.path, self.networks)
         if processes.rank() == 0:
