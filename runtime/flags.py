@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from runtime.models import ModelError, check_directory, read_object
-from runtime.ranges import UNDECLARED, Count, Name, Range, Text, ZeroOrMore
+from runtime.ranges import UNDECLARED, Count, Name, Natural, Range, Text, ZeroOrMore
 from runtime.terminal import warn
 
 import tyro
@@ -55,8 +55,8 @@ class RunArgs:
     """Run to go on with (runs/NAME), its flags given again; auto: the one this command began."""
     override: tuple[str, ...] = ()
     """Flags that may differ from those of the run that goes on, as in: learning-rate seed."""
-    save_every: Count = 1
-    """Iterations from one checkpoint to the next."""
+    save_every: Natural = 0
+    """Iterations from one checkpoint to the next; 0: so many that saving takes 5 % of the time."""
     keep: Count = 2
     """Checkpoints that are kept, the last ones; that of the best evaluation is kept too."""
     processes: Count = 1

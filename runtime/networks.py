@@ -202,6 +202,15 @@ def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
     return sums.exp().clamp(min(cap, 1 / cap), cap)
 
 
+def policy_shapes(model) -> dict[str, torch.Size]:
+    """{name: shape} of what policy_weights yields, in its order."""
+    return {
+        name.replace(".base_layer.", "."): parameter.shape
+        for name, parameter in plain(model).named_parameters()
+        if ".lora_" not in name
+    }
+
+
 def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""
@@ -218,5 +227,6 @@ def assert_finite(weights) -> None:
     """Raise FloatingPointError where one of these (name, tensor) has a number that is not
     finite."""
     for name, tensor in weights:
-        if not tensor.isfinite().all():
+        parts = tensor.flatten().split(2**22)  # the answer takes memory too
+        if not all(part.isfinite().all() for part in parts):
             raise FloatingPointError(f"the weights are not finite ({name})")

@@ -34,6 +34,8 @@ from urllib.parse import urlsplit
 from runtime import processes, report, terminal
 from runtime.checkpoints import (
     DamagedError,
+    export_policy,
+    finish_saving,
     has_rows,
     how_to_go_on,
     kept_in,
@@ -206,6 +208,8 @@ class Run:
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
+        with told_when_full(self.path):
+            export_policy(self.path, self.networks, self.tokenizer, self.args)
         report.summary(self)
         report.write_page(self)
 
@@ -450,9 +454,9 @@ def refuse_others(path: Path) -> None:
     for file in (*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"):
         if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
             sys.exit(f"{file}: a link, a pipe or a directory in the place of a file; remove it")
-    checkpoints = path / "checkpoints"
-    if os.path.lexists(checkpoints) and (checkpoints.is_symlink() or not checkpoints.is_dir()):
-        sys.exit(f"{checkpoints}: a link or a file in the place of a directory; remove it")
+    for place in (path / "checkpoints", path / "exported"):
+        if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+            sys.exit(f"{place}: a link or a file in the place of a directory; remove it")
     for link in (path / "policy", path / "prm", path / "critic", path / "best"):
         if os.path.lexists(link) and not link.is_symlink():
             sys.exit(f"{link}: something else in the place of a link; move it away")
@@ -519,6 +523,8 @@ def ends_cleanly(main):
         except BaseException as error:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, leave)
+            with contextlib.suppress(Exception):  # of two errors the first is told
+                finish_saving()
             try:
                 stop(current[0] if current else None, error)
             except SystemExit as end:

@@ -139,6 +139,13 @@ def test_fsdp_trains_as_two_copies_do(tmp_path):
     assert len(rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")) == 4
 
 
+def test_saving_a_sharded_policy_takes_no_more_than_a_tensor(tmp_path):
+    script = ROOT / "benchmarks" / "saving.py"
+    command = [sys.executable, str(script), "--hidden", "512", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "**holds**" in done.stdout, done.stdout + done.stderr
+
+
 NUMBER = [*SMALL.split(), "--engine", "hf", "--processes"]
 
 
