@@ -2,12 +2,15 @@
 
     runs/NAME/checkpoints/N/    policy, prm, trained.safetensors (parameters and moments) and
                                 state.json, which is written last and has size and SHA-256 of all
-    runs/NAME/policy, prm       links into the last checkpoint: Hugging Face format
+    runs/NAME/exported/N/       a LoRA policy with its base, dense: made once, at the run's end
+    runs/NAME/policy, prm       links into the last checkpoint, or to its export: Hugging Face
+                                format; a LoRA policy's is peft's until it is exported
     runs/NAME/best              link to the policy of the best evaluation
 
-A checkpoint is written under another name, synced to the disk and renamed. Nothing but safetensors
-and JSON is read. What an iteration draws depends on (seed, iteration) alone, so there are no random
-states to be kept: a run that was killed and taken up again gives what it would have given.
+A checkpoint is written under another name, tensor by tensor; then a thread hashes it, syncs it to
+the disk and renames it, while the run goes on. Nothing but safetensors and JSON is read. What an
+iteration draws depends on (seed, iteration) alone, so there are no random states to be kept: a run
+that was killed and taken up again gives what it would have given.
 """
 
 import errno
@@ -15,6 +18,8 @@ import hashlib
 import json
 import shutil
 import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,14 +35,19 @@ from runtime.files import (
     to_json,
     write_json,
 )
-from runtime.networks import Network, assert_finite, is_adapted, plain, policy_weights
+from runtime.networks import Network, is_adapted, plain, policy_shapes, policy_weights
+from runtime.tensors import write_tensors
 from runtime.terminal import say, warn
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
 
 FORMAT = 1  # of a checkpoint
 REPLAY = "replay.safetensors"
+CHEAP = 2**30  # [bytes] a smaller checkpoint is written after every iteration
+SHARE = 0.05  # of the run's time, what larger ones may take, if --save-every does not say
+writer = ThreadPoolExecutor(1, "checkpoint")
+unfinished: list[Future] = []  # the checkpoint that the thread is at work on
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
 
 
@@ -69,72 +79,162 @@ def best_kept(run: Path) -> list | None:
 def save_checkpoint(
     run: Path, rows: list[dict], networks: list[Network], tokenizer, args, replay=None
 ) -> None:
-    """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: every
-    --save-every iterations, after the last one, and after the best evaluation. The last --keep and
+    """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: as
+    --save-every says, after the last iteration, and after the best evaluation. The last --keep and
     the best are kept.
 
-    The network "policy" is saved as one dense model, the others as the adapter of their name, or as
-    the model that they are. replay: the runtime.replay.Replay of a script that has one.
-    Trained parameters and their moments go to trained.safetensors as name.index[.moment]. Raises
-    FloatingPointError where a parameter is not finite: such a network is not kept. Of several
-    processes the first one writes; of a sharded policy the others have parts to give."""
-    iteration, best = rows[-1]["iteration"], best_of(rows, best_kept(run))
-    always = (args.iterations, best and best[0])
-    if iteration % args.run_args.save_every and iteration not in always:
+    A network is saved as the adapter of its name, one that is trained whole (the policy) as a dense
+    model in --dtype. replay: the runtime.replay.Replay of a script that has one. Trained parameters
+    and their moments go to trained.safetensors as name.index[.moment]. Raises FloatingPointError
+    where a parameter is not finite: such a network is not kept. Of several processes the first one
+    writes; of a sharded policy the others have parts to give, a tensor at a time. It is on the disk
+    after finish_saving()."""
+    began, iteration, best, due = time.perf_counter(), rows[-1]["iteration"], None, None
+    if processes.rank() == 0:
+        finish_saving()
+        best = best_of(rows, best_kept(run))
+        due = iteration in (args.iterations, best and best[0]) or is_due(run, rows, args)
+    if not processes.broadcast(due):
         return
 
-    state = {}
-    for network in networks:
-        state |= state_of(network)
-    dense = {}  # {name: weights} of the policy, and of what is no adapter
-    for network in networks:
-        if network.name == "policy" or not is_adapted(network.model):
-            dense[network.name] = dict(policy_weights(network.model))
-    if processes.rank():
-        return
-
-    path = run / "checkpoints" / f"{iteration:06d}"
     draft = run / "checkpoints" / "draft"
-    if draft.is_symlink():
-        draft.unlink()
-    shutil.rmtree(draft, ignore_errors=True)
+    if processes.rank() == 0:
+        clear(draft)
+        draft.mkdir()
     try:
-        assert_finite(state.items())
-        tokenizer.save_pretrained(draft / "policy")
+        state = state_of(networks)
+        shapes = {key: (part.dtype, part.shape) for key, part in state.items()}
+        wholes = ((key, processes.whole(part)) for key, part in state.items())
+        write_tensors(draft / "trained.safetensors", shapes, wholes)
         for network in networks:
-            if network.name in dense:
-                model, weights = plain(network.model), dense[network.name]
-                model.save_pretrained(draft / network.name, state_dict=weights)
-                if hasattr(model, "picture_processor"):
-                    model.picture_processor.processor.save_pretrained(draft / network.name)
-            else:  # peft adds the adapter's name to the path
+            if not is_adapted(network.model):
+                write_dense(draft / network.name, network.model, tokenizer, args)
+            elif processes.rank() == 0:  # peft adds the adapter's name to the path
                 network.model.save_pretrained(draft, selected_adapters=[network.name])
-        if replay:
+        if replay and processes.rank() == 0:
             replay.save(draft / REPLAY)
-        save_file(state, draft / "trained.safetensors")
-        skips = {network.name: network.skips for network in networks}
-        describe_files(draft, {"iteration": iteration, "best": best, "skipped": skips})
-        draft.rename(path)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        clear(draft)
         raise
 
+    if processes.rank() == 0:
+        skips = {network.name: network.skips for network in networks}
+        took = time.perf_counter() - began
+        about = {"iteration": iteration, "best": best, "skipped": skips, "seconds": took}
+        names = [network.name for network in networks]
+        keep = args.run_args.keep
+        unfinished.append(writer.submit(finish_checkpoint, run, about, names, best, keep))
+
+
+def is_due(run: Path, rows: list[dict], args) -> bool:
+    """Whether the last row's iteration is one of --save-every; where that is 0, whether the last
+    checkpoint was small, or has cost at most SHARE of the time in which the run trained since."""
+    iteration, kept = rows[-1]["iteration"], kept_in(run)
+    if args.run_args.save_every:
+        return iteration % args.run_args.save_every == 0
+    if not kept:
+        return True
+    about = read_json(kept[-1] / "state.json")
+    if sum(size for size, _ in about["files"].values()) < CHEAP:
+        return True
+    elapsed = {row["iteration"]: row.get("time/elapsed", 0.0) for row in rows}
+    since = elapsed[iteration] - elapsed.get(about["iteration"], 0.0)
+    return about.get("seconds", 0.0) <= SHARE * since
+
+
+def finish_checkpoint(run: Path, about: dict, names: list[str], best, keep: int) -> None:
+    """Make a checkpoint of the draft: hashes, all of it on the disk, its name, the links to it.
+    Then those that are not kept go."""
+    draft = run / "checkpoints" / "draft"
+    path = draft.with_name(f"{about['iteration']:06d}")
+    try:
+        describe_files(draft, about)
+        draft.rename(path)
+    except BaseException:
+        clear(draft)
+        raise
     sync(path.parent)
-    link(run, path, networks, best)
-    for old in kept_in(run)[: -args.run_args.keep]:
+    shutil.rmtree(run / "exported" / path.name, ignore_errors=True)  # of one that was damaged
+    link(run, path, names, best)
+    for old in kept_in(run)[:-keep]:
         if not (best and int(old.name) == best[0]):
             shutil.rmtree(old)
 
 
-def state_of(network: Network) -> dict:
-    """A network's trained parameters and their moments, {name.index[.moment]: whole tensor}."""
+def finish_saving() -> None:
+    """Wait until the last checkpoint is on the disk; raises what stopped it."""
+    while unfinished:
+        unfinished.pop().result()
+
+
+def clear(draft: Path) -> None:
+    """Remove what was not finished; of several processes the first one does."""
+    if processes.rank():
+        return
+    if draft.is_symlink():
+        draft.unlink()
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def state_of(networks: list[Network]) -> dict:
+    """All trained parameters and their moments, {name.index[.moment]: tensor, or this process's
+    part of it}; wide numbers first, as a file's alignment wants them."""
     state = {}
-    for i, parameter in enumerate(network.trained):
-        key = f"{network.name}.{i}"
-        state[key] = processes.whole(parameter.detach())
-        for moment, value in network.optimizer.state[parameter].items():
-            state[f"{key}.{moment}"] = processes.whole(value)
-    return state
+    for network in networks:
+        for i, parameter in enumerate(network.trained):
+            key = f"{network.name}.{i}"
+            state[key] = parameter.detach()
+            for moment, value in network.optimizer.state[parameter].items():
+                state[f"{key}.{moment}"] = value
+    return dict(sorted(state.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def write_dense(path: Path, model, tokenizer, args) -> None:
+    """Write the policy as one dense network in --dtype, tensor by tensor: what --model reads."""
+    causal, dtype = plain(model), getattr(torch, args.run_args.dtype)
+    shapes = {name: (dtype, shape) for name, shape in policy_shapes(model).items()}
+    if processes.rank() == 0:
+        path.mkdir()
+        causal.config.save_pretrained(path)
+        config = read_json(path / "config.json")
+        write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
+        if causal.generation_config is not None:
+            causal.generation_config.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        if hasattr(causal, "picture_processor"):
+            causal.picture_processor.processor.save_pretrained(path)
+    write_tensors(path / "model.safetensors", shapes, policy_weights(model))
+
+
+def export_policy(run: Path, networks: list[Network], tokenizer, args) -> None:
+    """Write the last and the best LoRA policy as dense models, runs/NAME/exported/N, and point
+    runs/NAME/policy and best at them. What is there already is not written again."""
+    finish_saving()
+    (policy,) = [network for network in networks if network.name == "policy"]
+    kept = kept_in(run)
+    if processes.rank() or not kept or not is_adapted(policy.model):
+        return
+    last, best = kept[-1], read_json(kept[-1] / "state.json")["best"]
+    paths = [last]
+    if best and (last.parent / f"{best[0]:06d}").is_dir():
+        paths.append(last.parent / f"{best[0]:06d}")
+
+    exported = run / "exported"
+    exported.mkdir(exist_ok=True)
+    for path in paths:
+        if (exported / path.name).is_dir():
+            continue
+        clear(exported / "draft")
+        install(path / "trained.safetensors", policy)
+        write_dense(exported / "draft", policy.model, tokenizer, args)
+        sync_all(exported / "draft")
+        (exported / "draft").rename(exported / path.name)
+        install(last / "trained.safetensors", policy)
+    sync(exported)
+    link(run, last, [network.name for network in networks], best)
+    for old in exported.iterdir():
+        if old.name not in [path.name for path in paths]:
+            shutil.rmtree(old)
 
 
 def describe_files(draft: Path, about: dict) -> None:
@@ -143,11 +243,13 @@ def describe_files(draft: Path, about: dict) -> None:
     sums = {str(path.relative_to(draft)): [path.stat().st_size, hash_file(path)] for path in files}
     about = {"format": FORMAT, **about, "files": sums}
     write_json(draft / "state.json", about | {"sum": sum_of(about)})
-    for path in files:
+    sync_all(draft)
+
+
+def sync_all(directory: Path) -> None:
+    """See all files below a directory on the disk, and their names."""
+    for path in (*directory.rglob("*"), directory):
         sync(path)
-    for path in draft.rglob("*"):
-        if path.is_dir():
-            sync(path)
 
 
 def kept_in(run: Path) -> list[Path]:
@@ -159,13 +261,16 @@ def sum_of(about: dict) -> str:
     return hashlib.sha256(to_json(about).encode()).hexdigest()
 
 
-def link(run: Path, path: Path, networks: list[Network], best: tuple[int, float] | None) -> None:
-    """Point runs/NAME/policy (prm) at the checkpoint, and runs/NAME/best at the best one's
-    policy."""
-    links = {network.name: path / network.name for network in networks}
+def link(run: Path, path: Path, names: list[str], best: tuple[int, float] | None) -> None:
+    """Point runs/NAME/policy (prm) at the checkpoint's networks of these names, and runs/NAME/best
+    at the best one's policy; at their exports where there are any."""
+    links = {name: path / name for name in names}
     if best and (path.parent / f"{best[0]:06d}").is_dir():
         links["best"] = path.parent / f"{best[0]:06d}" / "policy"
     for name, target in links.items():
+        exported = run / "exported" / target.parent.name
+        if target.name == "policy" and exported.is_dir():
+            target = exported
         (run / ".link").unlink(missing_ok=True)
         (run / ".link").symlink_to(target.relative_to(run))
         (run / ".link").replace(run / name)
@@ -179,24 +284,27 @@ def load_checkpoint(run: Path, networks: list[Network], replay=None) -> tuple[in
     A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken.
     So is a copy of a table in which more is damaged than a torn last line: its other rows are read.
     Exits with one line that names the file where none is whole, or where one was written by a newer
-    version or for another model. Of several processes the first one reads and cleans up before the
-    others read."""
-    if processes.rank():
-        processes.wait()
-    if (run / "checkpoints" / "draft").exists():
-        unfinished = "a checkpoint that was being written when the run stopped; left out"
-        say(f"{run}/checkpoints/draft: {unfinished}")
-        shutil.rmtree(run / "checkpoints" / "draft")
+    version or for another model. Of several processes the first one looks for it, and cleans up
+    before the others read."""
+    found = None
+    if processes.rank() == 0:
+        if (run / "checkpoints" / "draft").exists():
+            cut_off = "a checkpoint that was being written when the run stopped; left out"
+            say(f"{run}/checkpoints/draft: {cut_off}")
+            shutil.rmtree(run / "checkpoints" / "draft")
+        found = last_whole(run)
 
-    path, about, tensors = last_whole(run)
+    path, about = processes.broadcast(found)
     iteration, rows = 0, []
     if path:
         iteration = int(path.name)
         for network in networks:
-            install(path / "trained.safetensors", tensors, network)
+            install(path / "trained.safetensors", network)
             network.skips = about["skipped"].get(network.name, 0)
         if replay:
             replay.load(path / REPLAY)
+    if processes.rank():
+        processes.wait()
     with told_when_full(run):
         for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):
             rows, unreadable = read_rows(run / name)
@@ -209,7 +317,8 @@ def load_checkpoint(run: Path, networks: list[Network], replay=None) -> tuple[in
                     append(run / f"replaced-{name}", map(json.dumps, again))
                 replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
         if path and processes.rank() == 0:
-            link(run, path, networks, best_of(rows, about["best"]))
+            names = [network.name for network in networks]
+            link(run, path, names, best_of(rows, about["best"]))
 
     if processes.rank() == 0:
         processes.wait()
@@ -234,13 +343,13 @@ def keep_damaged(table: Path, rows: list[dict], unreadable: int, checkpoint: Pat
         warn(f"{table}: {'; '.join(said)}")
 
 
-def last_whole(run: Path) -> tuple[Path | None, dict, dict]:
-    """(path, state.json, tensors) of the last checkpoint that is what was written; damaged ones
-    after it are set aside. No checkpoint: (None, {}, {})."""
+def last_whole(run: Path) -> tuple[Path | None, dict]:
+    """(path, state.json) of the last checkpoint that is what was written; damaged ones after it are
+    set aside. No checkpoint: (None, {})."""
     damaged, reason = [], None
     for path in reversed(kept_in(run)):
         try:
-            about, tensors = read_checkpoint(path)
+            about = read_checkpoint(path)
         except DamagedError as error:
             reason = reason or error
             aside = f"{path.name} is set aside and the checkpoint before it taken"
@@ -250,16 +359,16 @@ def last_whole(run: Path) -> tuple[Path | None, dict, dict]:
         for each in damaged:
             shutil.rmtree(each.with_suffix(".damaged"), ignore_errors=True)
             each.rename(each.with_suffix(".damaged"))
-        return path, about, tensors
+        return path, about
 
     if damaged:
         sys.exit(f"--resume {run}: {reason}; no other checkpoint is whole")
-    return None, {}, {}
+    return None, {}
 
 
-def read_checkpoint(path: Path) -> tuple[dict, dict]:
-    """(state.json, tensors of trained.safetensors) of a checkpoint, every file of it compared with
-    its hash. Raises DamagedError with the file's name; exits where a newer version wrote it."""
+def read_checkpoint(path: Path) -> dict:
+    """state.json of a checkpoint, every file of it compared with its hash. Raises DamagedError with
+    the file's name; exits where a newer version wrote it."""
     state = path / "state.json"
     try:
         about = read_json(state)
@@ -280,32 +389,38 @@ def read_checkpoint(path: Path) -> tuple[dict, dict]:
         if hash_file(file) != digest:
             raise DamagedError(f"{file}: not what was written (its hash differs)")
     try:
-        return about, load_file(path / "trained.safetensors")
+        with safe_open(path / "trained.safetensors", framework="pt"):
+            return about
     except (SafetensorError, OSError) as error:
         raise DamagedError(f"{path / 'trained.safetensors'}: {error}") from error
 
 
-def install(file: Path, tensors: dict, network: Network) -> None:
-    """Copy a network's parameters and moments out of a checkpoint's tensors; exits where they are
-    another model's."""
+def install(file: Path, network: Network) -> None:
+    """Copy a network's parameters and moments out of a checkpoint's file, tensor by tensor, this
+    process's part of each; exits where they are another model's."""
     name, parameters = network.name, network.trained
     here = {f"{name}.{i}": tuple(p.shape) for i, p in enumerate(parameters)}
-    own = {key: tensor for key, tensor in tensors.items() if key.split(".")[0] == name}
-    there = {key: tuple(t.shape) for key, t in own.items() if key.count(".") == 1}
-    for key in sorted(here.keys() | there.keys()):
-        if here.get(key) != there.get(key):
-            shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
-            sys.exit(f"{file}: of another model ({shapes})")
+    with safe_open(file, framework="pt") as tensors:
+        own = [key for key in tensors.keys() if key.split(".")[0] == name]
+        weights = [key for key in own if key.count(".") == 1]
+        there = {key: tuple(tensors.get_slice(key).get_shape()) for key in weights}
+        for key in sorted(here.keys() | there.keys()):
+            if here.get(key) != there.get(key):
+                shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
+                sys.exit(f"{file}: of another model ({shapes})")
 
-    for key, tensor in own.items():
-        _, i, *moment = key.split(".")
-        parameter = parameters[int(i)]
-        if not moment:
-            parameter.data.copy_(processes.part(tensor, parameter))
-            continue
-        if moment != ["step"]:  # that is a number, which stays on the CPU
-            tensor = processes.part(tensor, parameter)
-        network.optimizer.state[parameter][moment[0]] = tensor
+        fused = network.optimizer.param_groups[0].get("fused")
+        for key in own:
+            _, i, *moment = key.split(".")
+            parameter, tensor = parameters[int(i)], tensors.get_tensor(key)
+            if not moment:
+                parameter.data.copy_(processes.part(tensor, parameter))
+            elif moment == ["step"]:  # a number, on the CPU unless the optimiser is fused
+                tensor = tensor.to(parameter.device) if fused else tensor
+                network.optimizer.state[parameter]["step"] = tensor
+            else:
+                own_part = processes.part(tensor, parameter).clone()  # not a view of the file
+                network.optimizer.state[parameter][moment[0]] = own_part
 
 
 @contextmanager

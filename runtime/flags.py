@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from urllib.parse import urlsplit
 
 from runtime.models import ModelError, check_directory, read_object
-from runtime.ranges import UNDECLARED, Count, Name, Range, Share, Text, ZeroOrMore
+from runtime.ranges import UNDECLARED, Count, Name, Natural, Range, Share, Text, ZeroOrMore
 from runtime.terminal import warn
 
 import tyro
@@ -39,6 +39,8 @@ class RunArgs:
     """Precision of engine, matrix products and frozen weights; the rest is float32."""
     micro_batch_tokens: Count = 8192
     """Most tokens in one forward and backward pass: bounds the memory, changes no result."""
+    gradient_checkpointing: bool = False
+    """Compute each layer again in the backward pass: less memory, by a third more time."""
     eval_every: Count = 10
     """Iterations from one evaluation to the next; the last iteration is always evaluated."""
     eval_only: bool = False
@@ -59,8 +61,8 @@ class RunArgs:
     """Run to go on with (runs/NAME), its flags given again; auto: the one this command began."""
     override: tuple[str, ...] = ()
     """Flags that may differ from those of the run that goes on, as in: learning-rate seed."""
-    save_every: Count = 1
-    """Iterations from one checkpoint to the next."""
+    save_every: Natural = 0
+    """Iterations from one checkpoint to the next; 0: so many that saving takes 5 % of the time."""
     keep: Count = 2
     """Checkpoints that are kept, the last ones; that of the best evaluation is kept too."""
     processes: Count = 1

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from functools import partial
 
 from runtime import processes
 from runtime.pictures import has_frozen_tower, never_sampled, picture_inputs
@@ -11,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 SKIPS = 3  # so many updates in a row that are not finite end a run
+FUSED = ("cuda",)  # devices on which AdamW updates all parameters in one kernel
 
 
 def is_adapted(model) -> bool:
@@ -55,6 +57,29 @@ def compute_with(model, adapters: tuple[str, ...]) -> None:
                 layer.set_adapter(there)
 
 
+def recompute_layers(models: list) -> bool:
+    """Let the layers of these models keep nothing of a forward pass but their input: the backward
+    pass computes them again, with the same result. False where a model has no layers that
+    transformers calls fit for it. Passes without a graph, as an engine's, stay as they are."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    of_each = [
+        [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        for model in models
+    ]
+    for layer in {layer for layers in of_each for layer in layers}:  # two may share their base
+        layer.forward = partial(computed_again, layer.forward)
+    return all(of_each)
+
+
+def computed_again(forward, *inputs, **options):
+    """forward(*inputs, **options), whose graph keeps the inputs alone."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    saving = dict(use_reentrant=False, preserve_rng_state=False)  # no layer draws at random
+    return checkpoint(forward, *inputs, **saving, **options)
+
+
 class Network:
     """A model, or one of its adapters, with the optimiser that trains it.
 
@@ -65,11 +90,15 @@ class Network:
     def __init__(self, name: str, model, optimizer, dtype: str = "float32", on: str = "initial"):
         self.name, self.model, self.optimizer = name, model, optimizer
         self.on, self.adapters = on, (on, name)
-        self.bfloat16 = dtype == "bfloat16"
+        # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
+        self.bfloat16 = dtype == "bfloat16" and not processes.is_sharded(plain(model))
         self.skips = 0  # updates in a row that were not finite
         self.norms: list[float] = []  # of the gradients of steps taken, since optimizer_stats()
         self.skipped = 0  # updates that were not finite, since optimizer_stats()
         self.noted: list[tuple] = []  # (tokens, log ratios) of micro-batches, since log_ratios()
+        for group in optimizer.param_groups:
+            if "fused" in group and all(p.device.type in FUSED for p in group["params"]):
+                group["fused"] = True
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
@@ -211,6 +240,15 @@ def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
     return sums.exp().clamp(min(cap, 1 / cap), cap)
 
 
+def policy_shapes(model) -> dict[str, torch.Size]:
+    """{name: shape} of what policy_weights yields, in its order."""
+    return {
+        name.replace(".base_layer.", "."): parameter.shape
+        for name, parameter in plain(model).named_parameters()
+        if ".lora_" not in name
+    }
+
+
 def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""
@@ -227,5 +265,6 @@ def assert_finite(weights) -> None:
     """Raise FloatingPointError where one of these (name, tensor) has a number that is not
     finite."""
     for name, tensor in weights:
-        if not tensor.isfinite().all():
+        parts = tensor.flatten().split(2**22)  # the answer takes memory too
+        if not all(part.isfinite().all() for part in parts):
             raise FloatingPointError(f"the weights are not finite ({name})")

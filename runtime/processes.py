@@ -19,7 +19,12 @@ from types import MethodType
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 GIVES = (
@@ -187,10 +192,12 @@ def sharded() -> bool:
     return count() > 1 and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def shard(model):
+def shard(model, dtype: str = "float32"):
     """The model with its weights divided between the processes, layer by layer, if accelerate's
-    configuration asks for FSDP: offloading, precision and resharding are as it says. Else the model
-    as it is."""
+    configuration asks for FSDP: offloading and resharding are as it says. Else the model as it is.
+
+    Where --dtype is bfloat16, a layer's weights are gathered and computed with in bfloat16, unless
+    the configuration names a precision; gradients are summed, and weights kept, in float32."""
     if not sharded():
         return model
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -199,6 +206,8 @@ def shard(model):
     options = {}
     if plugin.cpu_offload:
         options["offload_policy"] = plugin.cpu_offload
+    if dtype == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if plugin.mixed_precision_policy:
         options["mp_policy"] = plugin.mixed_precision_policy
     for module in list(model.modules()):

@@ -36,6 +36,8 @@ from urllib.parse import urlsplit
 from runtime import processes, report, terminal
 from runtime.checkpoints import (
     DamagedError,
+    export_policy,
+    finish_saving,
     has_rows,
     how_to_go_on,
     kept_in,
@@ -53,7 +55,7 @@ from runtime.models import (
     read_tokenizer,
     stop_ids_of,
 )
-from runtime.networks import Network, add_adapter
+from runtime.networks import Network, add_adapter, recompute_layers
 from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
 from runtime.remote import RemoteEngine
@@ -65,7 +67,8 @@ import torch
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
     "iterations resume override run_name runs_dir track quiet "
-    "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures"
+    "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures "
+    "gradient_checkpointing"
 ).split()
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
@@ -152,7 +155,7 @@ class Run:
 
         if args.policy_lora_rank:
             model = add_adapter(model, "policy", args.policy_lora_rank)
-        self.policy_model = processes.shard(model).to(self.device)
+        self.policy_model = processes.shard(model, run_args.dtype).to(self.device)
         return self.policy_model, self.engine, chat
 
     def read_model(self, whole: bool):
@@ -187,6 +190,10 @@ class Run:
         """Say what the run is, and take up its last checkpoint if there is one; a checkpoint has
         the networks and, where a script has one, what its PRM learns from again."""
         self.networks, self.replay = list(networks), replay
+        models = [network.model for network in networks]
+        if self.args.run_args.gradient_checkpointing and not recompute_layers(models):
+            none = f"--model {self.args.model} has no layers that can be computed again"
+            refuse("gradient_checkpointing", True, none)
         report.announce(self)
         self.iteration, self.rows = load_checkpoint(self.path, self.networks, replay)
         if processes.rank() == 0:
@@ -216,6 +223,8 @@ class Run:
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
+        with told_when_full(self.path):
+            export_policy(self.path, self.networks, self.tokenizer, self.args)
         report.summary(self)
         report.write_page(self)
 
@@ -469,9 +478,9 @@ def refuse_others(path: Path) -> None:
     for file in (*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"):
         if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
             sys.exit(f"{file}: a link, a pipe or a directory in the place of a file; remove it")
-    for kept in (path / "checkpoints", path / "engine"):
-        if os.path.lexists(kept) and (kept.is_symlink() or not kept.is_dir()):
-            sys.exit(f"{kept}: a link or a file in the place of a directory; remove it")
+    for place in (path / "checkpoints", path / "exported", path / "engine"):
+        if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+            sys.exit(f"{place}: a link or a file in the place of a directory; remove it")
     for link in (path / "policy", path / "prm", path / "critic", path / "best"):
         if os.path.lexists(link) and not link.is_symlink():
             sys.exit(f"{link}: something else in the place of a link; move it away")
@@ -538,6 +547,8 @@ def ends_cleanly(main):
         except BaseException as error:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, leave)
+            with contextlib.suppress(Exception):  # of two errors the first is told
+                finish_saving()
             try:
                 stop(current[0] if current else None, error)
             except SystemExit as end:

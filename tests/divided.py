@@ -1,11 +1,12 @@
 """One update of every network of a script, its work divided between the processes that a launcher
 started.
 
-    torchrun --nproc_per_node 2 tests/divided.py SCRIPT OUT.pt
+    torchrun --nproc_per_node 2 tests/divided.py SCRIPT OUT.pt [recompute] [bfloat16]
 
 The first process writes {network.name: by how much a parameter was moved (plain gradient descent,
 rate 1)} and the numbers that the updates told. Every process has the same random model and the same
-trajectories; those of a visual script have a model that sees, and pictures."""
+trajectories; those of a visual script have a model that sees, and pictures. recompute: with
+--gradient-checkpointing; bfloat16: the policy's products."""
 
 import os
 import sys
@@ -15,11 +16,11 @@ import torch
 from conftest import load, network, random_model, random_trajectories, settings
 
 
-def main(script: str, out: str | Path) -> None:
+def main(script: str, out: str | Path, *options: str) -> None:
     # conftest has told Python where these are
     from runtime import processes
     from runtime.batching import batch_logprobs
-    from runtime.networks import add_adapter
+    from runtime.networks import add_adapter, recompute_layers
 
     module, number = load(script), int(os.environ.get("WORLD_SIZE", 1))
     args = settings(micro_batch_tokens=40, processes=number, engine="none", minibatches=2)
@@ -40,12 +41,18 @@ def main(script: str, out: str | Path) -> None:
     advantages = torch.randn(len(batch.step_traj), generator=draw)
     advantages[batch.step_traj < 2] = 0.0  # sequences that stay out
     moved = {}
+    dtype = "bfloat16" if "bfloat16" in options else "float32"
 
     def trains(name, model):
         """The model as a Network with plain gradient descent, and its parameters by name. A sharded
         model's forward pass puts others in their place."""
         weights = {key: p for key, p in model.named_parameters() if p.requires_grad}
-        return network(model, torch.optim.SGD(weights.values(), lr=1.0), name), weights
+        if "recompute" in options:
+            assert recompute_layers([model])
+        optimizer, kind = torch.optim.SGD(weights.values(), lr=1.0), "float32"
+        if name == "policy":
+            kind = dtype
+        return network(model, optimizer, name, kind), weights
 
     def note(name, weights, update, *given):
         """Do an update; note what it told and by how much it moved the trained parameters."""
@@ -54,7 +61,7 @@ def main(script: str, out: str | Path) -> None:
         for key, p in weights.items():
             moved[f"{name}.{key}"] = processes.whole(p.detach()) - before[key]
 
-    policy, weights = trains("policy", processes.shard(build(0)))
+    policy, weights = trains("policy", processes.shard(build(0), dtype))
     old = batch_logprobs(policy, batch, args)
     old = old - 0.1 * torch.rand(len(old), generator=draw)  # ratios that are not 1
     moved["old"] = old

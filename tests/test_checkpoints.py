@@ -13,15 +13,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
 import runtime.run
-from runtime.checkpoints import load_checkpoint, save_checkpoint, sum_of
+from runtime import checkpoints
+from runtime.checkpoints import finish_saving, load_checkpoint, save_checkpoint, sum_of
 from runtime.files import append, hash_file, hash_files, write_json
 from runtime.networks import add_adapter, trainable
+from runtime.tensors import write_tensors
 
 import pytest
 import torch
@@ -35,15 +38,17 @@ from conftest import (
     network,
     random_model,
     random_trajectories,
+    read_model,
     run_main,
     settings,
 )
+from peft import PeftModel
 from safetensors.torch import load_file
 from test_scripts import SMALL, STEPS, differing, rows, small, without_times
 from transformers import AutoTokenizer
 
 ISTAR = next(script for script in READY if script.startswith("istar_"))
-SETTINGS = Namespace(iterations=100, run_args=Namespace(save_every=1, keep=2))
+SETTINGS = Namespace(iterations=100, run_args=Namespace(save_every=1, keep=2, dtype="float32"))
 
 
 class Board:
@@ -98,6 +103,7 @@ def save(run, networks, iteration, success=None, args=SETTINGS, history=None):
     append(run / "metrics.jsonl", [json.dumps(row)])
     append(run / "episodes.jsonl", [json.dumps({"iteration": iteration, "task": 1})])
     save_checkpoint(run, rows, networks, AutoTokenizer.from_pretrained(TINY), args)
+    finish_saving()
     return rows
 
 
@@ -148,6 +154,73 @@ def test_updates_that_were_skipped_before_it_count_after_it(run):
     assert [each.skips for each in again] == [0, 2]
 
 
+def test_a_checkpoint_is_finished_while_the_run_goes_on(run, monkeypatch):
+    """Until it is on the disk there is a draft, which is none; what stops it there is raised."""
+    goes_on, real = threading.Event(), checkpoints.describe_files
+
+    def waits(*about):
+        assert goes_on.wait(60)
+        real(*about)
+
+    networks, tokenizer = networks_of(1), AutoTokenizer.from_pretrained(TINY)
+    history = save(run, networks, 1)
+    monkeypatch.setattr(checkpoints, "describe_files", waits)
+    save_checkpoint(run, [*history, {"iteration": 2}], networks, tokenizer, SETTINGS)
+    assert names(run) == ["000001", "draft"]
+    goes_on.set()
+    finish_saving()
+    assert names(run) == ["000001", "000002"]
+
+    def full(*about):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "describe_files", full)
+    save_checkpoint(run, [*history, {"iteration": 3}], networks, tokenizer, SETTINGS)
+    with pytest.raises(OSError, match="No space left"):
+        finish_saving()
+    assert names(run) == ["000001", "000002"]
+    finish_saving()  # nothing is left of it
+
+
+def test_large_checkpoints_are_written_when_they_cost_little_of_the_time(run, monkeypatch):
+    monkeypatch.setattr(checkpoints, "CHEAP", 0)
+    args = Namespace(iterations=100, run_args=Namespace(save_every=0, keep=9, dtype="float32"))
+    rows = [{"iteration": n, "time/elapsed": 10.0 * n} for n in range(100)]
+    networks, tokenizer = networks_of(1), AutoTokenizer.from_pretrained(TINY)
+
+    def finished(run, about, *rest):
+        real(run, about | {"seconds": 2.5}, *rest)  # as if saving had taken so long
+
+    real = checkpoints.finish_checkpoint
+    monkeypatch.setattr(checkpoints, "finish_checkpoint", finished)
+    for last in range(1, 14):
+        save_checkpoint(run, rows[: last + 1], networks, tokenizer, args)
+        finish_saving()
+    assert names(run) == ["000001", "000006", "000011"]  # 2.5 s of 50 s are 5 %
+    monkeypatch.setattr(checkpoints, "CHEAP", 2**30)
+    save_checkpoint(run, rows[:15], networks, tokenizer, args)
+    finish_saving()
+    assert names(run)[-1] == "000014"
+
+
+def test_tensors_written_one_by_one_are_what_safetensors_reads(tmp_path):
+    torch.manual_seed(0)
+    tensors = {"a": torch.randn(3, 5), "b": torch.tensor(7.0), "c": torch.randn(7).bfloat16()}
+    tensors |= {"d": torch.randn(4, 3).T, "e": torch.randn(0, 2).bfloat16()}
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_tensors(tmp_path / "file", shapes, iter(tensors.items()))
+    read = load_file(tmp_path / "file")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    narrow = {name: (torch.bfloat16, shape) for name, (_, shape) in shapes.items()}
+    write_tensors(tmp_path / "narrow", narrow, iter(tensors.items()))
+    assert torch.equal(load_file(tmp_path / "narrow")["a"], tensors["a"].bfloat16())
+    tensors["a"][2, 4] = math.inf
+    with pytest.raises(FloatingPointError, match=r"not finite \(a\)"):
+        write_tensors(tmp_path / "infinite", shapes, iter(tensors.items()))
+
+
 def test_the_last_ones_and_the_best_are_kept(run):
     history = []
     for iteration, success in enumerate((0.1, 0.5, 0.2, 0.5, None, 0.3), 1):
@@ -155,7 +228,7 @@ def test_the_last_ones_and_the_best_are_kept(run):
         best = {1: 1}.get(iteration, 2)  # of equal ones the first
         assert names(run) == sorted({f"{n:06d}" for n in (iteration - 1, iteration, best) if n})
         assert os.readlink(run / "best") == f"checkpoints/{best:06d}/policy"
-    sparse = Namespace(iterations=100, run_args=Namespace(save_every=5, keep=1))
+    sparse = Namespace(iterations=100, run_args=Namespace(save_every=5, keep=1, dtype="float32"))
     for iteration in range(7, 10):
         save(run, networks_of(1), iteration, 0.9 if iteration == 8 else None, sparse, history)
     assert names(run) == ["000008"]  # 7 and 9 are not due; 8 is the best
@@ -600,6 +673,105 @@ def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path):
     command = [sys.executable, str(script), "--kills", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "**equal**" in done.stdout, done.stdout + done.stderr[-3000:]
+
+
+# ------------ a LoRA policy ------------
+
+
+def sizes_in(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run with a LoRA policy, of which an evaluation before the last one is the best."""
+    home, module = tmp_path_factory.mktemp("adapted"), load(ISTAR)
+    real = runtime.run.Run.log_episodes
+
+    def worse_and_worse(run, kind, trajectories):
+        real(run, kind, trajectories)
+        if kind == "eval":
+            run.row["eval/success"] = 1 / (1 + run.iteration)
+
+    flags = "--policy-lora-rank 16 --eval-every 1 --learning-rate 1e-2 --keep 1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.run.Run, "log_episodes", worse_and_worse)
+        begin(ISTAR, "adapted", *flags.split(), cwd=home)
+    assert module.Args().run_args.dtype == "float32"
+    return home / "runs" / "adapted", flags.split()
+
+
+def merged(checkpoint: Path) -> dict:
+    """The base with the checkpoint's adapter in it, by peft."""
+    model = PeftModel.from_pretrained(read_model(default_model(ISTAR)), checkpoint / "policy")
+    return dict(model.merge_and_unload().named_parameters())
+
+
+def test_a_lora_policy_is_saved_as_its_adapter_and_exported_once(adapted):
+    run, _ = adapted
+    assert names(run) == ["000001", "000003"]
+    state = load_file(run / "checkpoints/000003/trained.safetensors")
+    trained = sum(tensor.nbytes for tensor in state.values())
+    assert trained < sizes_in(run / "checkpoints/000003") <= 2 * trained
+    assert not list(run.glob("checkpoints/*/policy/model.safetensors"))
+
+    assert sorted(path.name for path in (run / "exported").iterdir()) == ["000001", "000003"]
+    assert os.readlink(run / "policy") == "exported/000003"
+    assert os.readlink(run / "best") == "exported/000001"
+    for link, number in (("policy", "000003"), ("best", "000001")):
+        dense = dict(read_model(run / link).named_parameters())
+        expected = merged(run / "checkpoints" / number)
+        assert dense.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.allclose(dense[name], tensor, atol=1e-6), name
+    moved = [differing(run / "exported/000001", run / "exported/000003", "model.safetensors")]
+    assert moved[0], "the policy did not learn"
+
+
+def test_an_export_is_made_by_request_and_read_by_model(adapted, tmp_path):
+    """A run that was stopped has adapters; --resume with no more iterations exports them."""
+    run = shutil.copytree(adapted[0], tmp_path / "runs/adapted", symlinks=True)
+    shutil.rmtree(run / "exported")
+    for name, number in (("policy", "000003"), ("best", "000001")):
+        (run / name).unlink()
+        (run / name).symlink_to(f"checkpoints/{number}/policy")
+    said = stopped(ISTAR, "reads", "--model", "runs/adapted/policy", cwd=tmp_path)
+    assert "an adapter alone" in said and len(said.splitlines()) == 1
+    begin(ISTAR, "", *adapted[1], "--resume", "runs/adapted", cwd=tmp_path)
+    for number in ("000001", "000003"):
+        one, other = adapted[0] / "exported" / number, run / "exported" / number
+        assert differing(one, other, "model.safetensors") == []
+    read = ["--model", "runs/adapted/best", "--eval-only"]
+    begin(ISTAR, "reads", *read, cwd=tmp_path)
+
+
+def test_a_lora_run_that_goes_on_is_the_run_that_was_not_stopped(adapted, tmp_path):
+    run, flags = tmp_path / "runs/adapted", adapted[1]
+    begin(ISTAR, "adapted", *flags, cwd=tmp_path, iterations=2)
+    assert os.readlink(run / "policy") == "exported/000002"
+    begin(ISTAR, "", *flags, "--resume", "runs/adapted", cwd=tmp_path)
+    for name in ("checkpoints/000003/trained.safetensors", "policy/model.safetensors"):
+        assert differing(run, adapted[0], name) == []
+    linked = {os.readlink(run / name) for name in ("policy", "best")}
+    assert linked == {f"exported/{path.name}" for path in (run / "exported").iterdir()}
+
+
+def test_an_export_of_a_damaged_checkpoint_is_not_taken_for_the_new_one(adapted, tmp_path):
+    run = shutil.copytree(adapted[0], tmp_path / "runs/adapted", symlinks=True)
+    damage(run / "checkpoints/000003/trained.safetensors", "bit")
+    damage(run / "exported/000003/model.safetensors", "foreign")
+    begin(ISTAR, "", *adapted[1], "--resume", "runs/adapted", cwd=tmp_path)
+    assert differing(run, adapted[0]) == []
+
+
+def test_a_whole_policy_is_exported_in_the_precision_of_dtype(tmp_path):
+    begin(ISTAR, "narrow", "--dtype", "bfloat16", cwd=tmp_path, iterations=1)
+    kept = tmp_path / "runs/narrow/checkpoints/000001"
+    policy = load_file(kept / "policy/model.safetensors")
+    assert {tensor.dtype for tensor in policy.values()} == {torch.bfloat16}
+    assert json.loads((kept / "policy/config.json").read_text())["dtype"] == "bfloat16"
+    state = load_file(kept / "trained.safetensors")
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
 
 
 # ------------ what --resume refuses, and what a run says of itself ------------

@@ -61,9 +61,14 @@ SHARDED = ("istar_sokoban", "istar_visual_sokoban")
 CASES = [("torchrun", script) for script in UPDATES] + [("fsdp", script) for script in SHARDED]
 
 
-@pytest.mark.parametrize("kind, script", CASES)
-def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, tmp_path):
-    launch(kind, DIVIDED, script, "two.pt", cwd=tmp_path)
+CASES = [(*case, []) for case in CASES]
+CASES += [("fsdp", script, ["recompute"]) for script in SHARDED]
+
+
+@pytest.mark.parametrize("kind, script, options", CASES)
+def test_the_update_of_two_processes_is_that_of_one(kind, script, options, alone, tmp_path):
+    """recompute: --gradient-checkpointing, against one process without it."""
+    launch(kind, DIVIDED, script, "two.pt", *options, cwd=tmp_path)
     one, two = alone[script], torch.load(tmp_path / "two.pt")
     assert one.keys() == two.keys()
     for network in UPDATES[script]:
@@ -74,6 +79,23 @@ def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, tmp_pat
         else:
             assert value.norm() > 1e-6, name
             assert (two[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_fsdp_in_bfloat16_is_as_near_as_autocast(alone, tmp_path):
+    """To float32, that is; gradients, and what they move, stay float32."""
+    script, exact = "istar_sokoban", alone["istar_sokoban"]
+    launch("fsdp", DIVIDED, script, "fsdp.pt", "bfloat16", "recompute", cwd=tmp_path)
+    divided.main(script, tmp_path / "autocast.pt", "bfloat16")
+    names = [name for name in exact if name.startswith("policy.")]
+    away = {}
+    for kind in ("fsdp", "autocast"):
+        found = torch.load(tmp_path / f"{kind}.pt")
+        assert all(found[name].dtype == torch.float32 for name in names)
+        one, two = (torch.cat([each[n].flatten() for n in names]) for each in (exact, found))
+        away[kind] = [(found["old"] - exact["old"]).norm(), (two - one).norm()]
+        assert torch.cosine_similarity(one, two, dim=0) > 0.98
+    for fsdp, autocast in zip(away["fsdp"], away["autocast"]):
+        assert 1e-4 < fsdp < 4 * autocast
 
 
 @pytest.mark.parametrize("script", ["istar_sokoban", "grpo_sotopia"])
@@ -116,6 +138,13 @@ def test_fsdp_trains_as_two_copies_do(tmp_path):
     more = ["--run-name", "fsdp", "--iterations", "3", "--resume", "auto"]
     launch("fsdp", *common, *more, cwd=tmp_path)
     assert len(rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")) == 4
+
+
+def test_saving_a_sharded_policy_takes_no_more_than_a_tensor(tmp_path):
+    script = ROOT / "benchmarks" / "saving.py"
+    command = [sys.executable, str(script), "--hidden", "512", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "**holds**" in done.stdout, done.stdout + done.stderr
 
 
 NUMBER = [*SMALL.split(), "--engine", "hf", "--processes"]

@@ -465,6 +465,7 @@ RECORDS += [
         all_of(gone("checkpoints"), put("checkpoints", "")),
         ("checkpoints",),
     ),
+    ("exported is a file", put("exported", ""), ("exported", "in the place of a directory")),
     ("of a newer version", value(f"{LAST}state.json", "format", to=9), ("state.json", "format 9")),
     (
         "no checkpoint is whole",
@@ -974,7 +975,7 @@ rloo_sokoban --learning-rate=nan --learning-rate=2 --temperature=nan --temperatu
 rloo_sokoban --temperature=1e-300 --eval-temperature=nan --eval-temperature=1e-300 --group-size=1
 rloo_sokoban --engine-correction=nan --engine-correction=-1 --seed=-1 --seed=18446744073709551616
 rloo_sokoban --minibatches=0 --history=-1 --max-steps=0 --max-steps=1e3 --eval-tasks=0 --keep=0
-rloo_sokoban --iterations=0 --iterations=99999999999 --processes=0 --save-every=0 --eval-every=-1
+rloo_sokoban --iterations=0 --iterations=99999999999 --processes=0 --save-every=-1 --eval-every=-1
 rloo_sokoban --policy-lora-rank=-1 --engine=tpu --dtype=float16 --ratio=none --track=perhaps
 rloo_sokoban --micro-batch-tokens=0 --engine-memory=0 --group-size=10000000 --eval-samples=10000000
 rloo_sokoban --max-context-tokens=16 --max-action-tokens=99999 --eval-tasks=129 --no-seed --sed=1
