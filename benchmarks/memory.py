@@ -1,54 +1,69 @@
-"""Peak memory of an iStar iteration: predicted from the model's shape and the flags, and measured.
+"""Peak memory of an iteration: predicted from the model's shape and the flags, and measured.
 
     python benchmarks/memory.py                     # tiny models, measured; 0.5B to 7B, predicted
-    python benchmarks/memory.py --models tiny smollm2 --smollm2 DIR     # in Hugging Face format
+    python benchmarks/memory.py --models smollm2 --smollm2 DIR --tokens 512    # Hugging Face format
     python benchmarks/memory.py --models qwen-0.5b  # of random weights: wants a GPU
+    python benchmarks/memory.py --models            # the predictions alone
 
-`predict` is the function. Measured is, in a process of its own, the resident memory (on a GPU: what
-is allocated) that building both networks and one update of each adds; the engine is not in it, and
-is added in the table of cards: its weights and, on a GPU, 40 % of the card while it is awake.
-Written: benchmarks/results/memory.md.
+runtime/memory.py predicts; a run warns by it. Measured is, in a process of its own, the resident
+memory (on a GPU: what is allocated) that building the networks and one update of each adds, in two
+micro-batches; the engine is not in it. Every setting is measured: all weights or LoRA, with a PRM
+and without (rloo_*.py), with --gradient-checkpointing and without. Written:
+benchmarks/results/memory.md.
 """
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from throughput import ROOT, load_script, resident
+
+sys.path.insert(0, str(ROOT))
+
+from runtime.memory import (
+    GIB,
+    Setting,
+    Shape,
+    checkpoint_size,
+    fitting,
+    flags_for,
+    kept_by_layer,
+    needed,
+    predict,
+    shape_of,
+)
 
 SHAPES = {  # Qwen2.5: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "qwen-0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "qwen-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "qwen-3b": (2048, 11008, 36, 16, 2, 151936, True),
     "qwen-7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
 SEEING = {  # the language side of Qwen2.5-VL
-    "qwen-vl-3b": (2048, 11008, 36, 16, 2, 151936, True),
-    "qwen-vl-7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "qwen-vl-3b": SHAPES["qwen-3b"],
+    "qwen-vl-7b": SHAPES["qwen-7b"],
 }
-TOWER = SimpleNamespace(hidden=1280, inner=3420, layers=32, patch=3 * 2 * 14 * 14, merge=2)
+# the tower of Qwen2.5-VL: a decoder's layer, with as many keys as queries
+TOWER = Shape(1280, 3420, 32, 1280, 1280, 0, True)
+PATCH, MERGE = 3 * 2 * 14 * 14, 2
 PICTURE_SHARE = 0.25  # of a context's tokens, those that stand for pictures
-CARDS = (24, 48, 80, 141)  # GiB of an RTX 4090, an L40S, an A100 or H100, an H200
-PRM_RANK = 16
-GIB = 2**30
+TINY = ROOT / "models" / "tiny-webshop"
+CARD = 79 * GIB  # what an A100 or H100 of "80 GB" has
+TOKENS = (2048, 4096, 8192, 16384)
+PRM_RANK, LORA_RANK = 16, 64
+DISK, RATE = 1e9, 4e14  # [bytes/s] of a disk, [FLOP/s] of a card in training: assumed
+EPISODES = 128  # of an iteration: 16 groups of 8, as the paper's
 
 
-def shape_of(config) -> SimpleNamespace:
-    """What of a model's configuration counts."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return SimpleNamespace(
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        layers=config.num_hidden_layers,
-        queries=config.num_attention_heads * width,
-        keys=config.num_key_value_heads * width,
-        vocabulary=config.vocab_size,
-        tied=config.tie_word_embeddings,
-        head_norms=config.model_type == "qwen3",
-    )
+def shape_named(name: str) -> Shape:
+    """A Shape of SHAPES or SEEING."""
+    h, i, layers, heads, keys, vocabulary, tied = (SHAPES | SEEING)[name]
+    return Shape(h, i, layers, h, h // heads * keys, vocabulary, tied)
 
 
 def random_qwen(shape: tuple):
@@ -68,72 +83,33 @@ def random_qwen(shape: tuple):
     return Qwen2ForCausalLM(config)
 
 
-def predict(
-    shape, tokens: int, action_share: float, lora_rank: int, prm_rank: int, dtype: str
-) -> dict[str, float]:
-    """Bytes at the peak of an iteration, by what they are for.
-
-    tokens: --micro-batch-tokens. action_share: of the tokens, those that the agent wrote.
-    lora_rank: 0 trains all. Weights that train have four float32 numbers each (value, gradient, two
-    moments), frozen ones one of the dtype."""
-    h, i, q, k = shape.hidden, shape.inner, shape.queries, shape.keys
-    matrices = [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)]
-    embeddings = shape.vocabulary * h * (1 if shape.tied else 2)
-    dense = shape.layers * sum(a * b for a, b in matrices) + embeddings
-    adapter = shape.layers * sum(a + b for a, b in matrices)  # of rank 1
-    number, frozen = 4, 2 if dtype == "bfloat16" else 4
-
-    kept = kept_by_layer(h, i, q, k, q + k if shape.head_norms else 0, dtype)
-    activations = tokens * (shape.layers + 1) * kept  # and one layer's gradients
-    logits = min(tokens * action_share * shape.vocabulary, 2**28)
-    logits *= number * 3  # values, softmax, gradient
-
-    policy = dense * (frozen if lora_rank else 4 * number)
-    prm = 0 if lora_rank else dense * 4  # its base is as precise as the policy
-    cast = dense * 2 if dtype == "bfloat16" and not lora_rank else 0
-    return {
-        "policy": policy + 4 * number * adapter * lora_rank,
-        "PRM": prm + 4 * number * adapter * prm_rank,
-        "matrices cast to bfloat16": cast,
-        "activations": activations,
-        "logits": logits,
-    }
-
-
-def kept_by_layer(h: int, i: int, q: int, k: int, head_norms: int, dtype: str) -> int:
-    """What a layer keeps of a token for its backward pass [bytes], as torch's saved tensors show
-    it: two norms with input and output, what the projections read, queries, keys, values,
-    attention's output, four of the feed-forward's width. bfloat16 has a copy of its input for each
-    projection, and its norms stay float32."""
-    if dtype == "bfloat16":
-        return 4 * 4 * h + 2 * (5 * h + 2 * q + 2 * k + 4 * i) + 6 * head_norms
-    return 4 * (6 * h + 2 * q + 2 * k + 4 * i + 2 * head_norms)
-
-
-def predict_tower(shape, tokens: int, lora_rank: int, prm_rank: int, freeze: bool) -> dict:
-    """What the vision tower adds to predict's parts, in bfloat16, if no picture of the
-    PICTURE_SHARE of the tokens returns. freeze: --freeze-vision, where it has weights alone."""
-    h, i, four = TOWER.hidden, TOWER.inner, TOWER.hidden * TOWER.merge**2
-    matrices = [(h, 3 * h), (h, h), (h, i), (h, i), (i, h)]
+def predict_tower(shape: Shape, setting: Setting, freeze: bool) -> dict:
+    """What the vision tower adds to predict's parts, if no picture of the PICTURE_SHARE of the
+    tokens returns. freeze: --freeze-vision, where it has weights alone."""
+    four, rank = TOWER.hidden * MERGE**2, setting.lora_rank
     merger = [(four, four), (four, shape.hidden)]
-    dense = TOWER.layers * sum(a * b for a, b in matrices) + TOWER.patch * h
-    dense += sum(a * b for a, b in merger)
-    adapter = TOWER.layers * sum(a + b for a, b in matrices) + sum(a + b for a, b in merger)
-    patches = tokens * PICTURE_SHARE * TOWER.merge**2
-    activations = patches * (TOWER.layers + 1) * kept_by_layer(h, i, h, h, 0, "bfloat16")
-    prm = 0 if lora_rank else dense * 4
+    # a tower's feed-forward has three matrices, its attention four: those of a decoder
+    dense = TOWER.dense + PATCH * TOWER.hidden + sum(a * b for a, b in merger)
+    adapter = TOWER.adapter + sum(a + b for a, b in merger)
+    patches = setting.tokens * PICTURE_SHARE * MERGE**2
+    layer = patches * kept_by_layer(TOWER, setting.dtype)
+    activations = (TOWER.layers + 1) * layer
+    if setting.recompute:
+        activations = patches * TOWER.layers * TOWER.hidden * 4 + 2 * layer
+    prm = 0 if rank or not setting.prm_rank else dense * 4
     if freeze:
-        return {"policy": dense * (2 if lora_rank else 4), "PRM": prm}
+        return {"policy": dense * (2 if rank else 4), "PRM": prm}
     return {
-        "policy": dense * (2 if lora_rank else 16) + 16 * adapter * lora_rank,
-        "PRM": prm + 16 * adapter * prm_rank,
-        "matrices cast to bfloat16": 0 if lora_rank else dense * 2,
+        "policy": dense * 2 + 16 * adapter * rank if rank else 16 * dense,
+        "PRM": prm + 16 * adapter * setting.prm_rank,
+        "weights gathered or cast": 0 if rank else dense * 2,
         "activations": activations,
     }
 
 
-def networks(build, lora_rank: int, dtype: str) -> tuple:
-    """(policy, PRM) as a script has them: build(dtype) makes the initial model."""
+def networks(build, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) -> list:
+    """[policy, PRM] as a script has them: build(dtype) makes the initial model. prm_rank 0: the
+    policy alone."""
     from runtime.networks import Network, add_adapter, trainable
 
     import torch
@@ -144,118 +120,184 @@ def networks(build, lora_rank: int, dtype: str) -> tuple:
     if lora_rank:
         model = add_adapter(model, "policy", lora_rank)
     optimizer = AdamW(trainable(model), 1e-6, weight_decay=0.0)
-    policy = Network("policy", model, optimizer, dtype)
+    found = [Network("policy", model, optimizer, dtype)]
+    if prm_rank:
+        base = model if lora_rank else build(torch.float32)
+        model = add_adapter(base, "prm", prm_rank)
+        found.append(Network("prm", model, AdamW(trainable(model), 1e-6), dtype))
+    return found
 
-    base = model if lora_rank else build(torch.float32)
-    model = add_adapter(base, "prm", PRM_RANK)
-    return policy, Network("prm", model, AdamW(trainable(model), 1e-6), dtype)
 
-
-def measure(path: str, tokens: int, lora_rank: int, dtype: str) -> None:
-    """Print what one update of each network adds to this process's memory [bytes]."""
+def measure(path: str, setting: Setting) -> None:
+    """Print what one update of each network adds to this process's memory [bytes]; what libraries
+    take at their first use, an update of a tiny model has taken before."""
     istar = load_script("istar_sokoban")
     from runtime.batching import batch_logprobs
     from runtime.flags import RunArgs
+    from runtime.networks import recompute_layers
 
-    import peft  # noqa: F401 (what it takes is not the networks')
     import torch
     from transformers import AutoModelForCausalLM
 
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
+    run_args = RunArgs(micro_batch_tokens=setting.tokens, dtype=setting.dtype)
+    args = istar.Args(run_args=run_args, minibatches=1)
 
     def build(kind):
         if path in SHAPES:
             return random_qwen(SHAPES[path]).to(device, kind)
         return AutoModelForCausalLM.from_pretrained(path, dtype=kind).to(device)
 
+    def tiny(kind):
+        return AutoModelForCausalLM.from_pretrained(TINY, dtype=kind).to(device)
+
     def memory() -> float:
         return torch.cuda.max_memory_allocated() if cuda else resident() * 1e9
 
-    layer = torch.nn.Linear(8, 8).to(device)
-    loss = layer(torch.zeros(64, 8, device=device)).sum()
-    loss.backward()  # libraries take theirs at first use
+    def update(policy, prm: list, games: int, words: int, answer: int) -> None:
+        """An update of each by episodes of four steps, half of which win. A PRM sees the pairs of
+        half of them: those of one micro-batch."""
+        step_ids = [number for step in range(4) for number in [-1] * words + [step] * answer]
+        last = policy.model.config.vocab_size
+        ids = torch.randint(3, last, (games, len(step_ids))).tolist()
+        steps = [istar.Step("", "", True) for _ in range(4)]
+        rows = [
+            istar.Trajectory(0, row, step_ids, float(n % 2), steps) for n, row in enumerate(ids)
+        ]
+        batch = istar.flatten(rows)
+        old = batch_logprobs(policy, batch, args)
+        for network in prm:
+            pairs = istar.preference_pairs(batch.outcomes, batch.group)
+            pairs = [pair for pair in pairs if max(pair) < games // 2] or pairs
+            istar.prm_update(network, batch, old, pairs, args)
+        advantages = torch.linspace(-1, 1, len(batch.step_traj))
+        istar.policy_update(policy, batch, old, advantages, args)
+
+    policy, *prm = networks(tiny, 4, setting.dtype)
+    update(policy, prm, 2, 3, 1)
+    del policy, prm
+    gc.collect()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
     before = memory()
 
-    policy, prm = networks(build, lora_rank, dtype)
-    args = istar.Args(run_args=RunArgs(micro_batch_tokens=tokens, dtype=dtype), minibatches=1)
-    config = policy.model.config
-    steps = [istar.Step("", "", True) for _ in range(4)]
-    ids = torch.randint(3, config.vocab_size, (tokens // 512, 512)).tolist()
-    step_ids = [number for step in range(4) for number in [-1] * 96 + [step] * 32]
-    games = [istar.Trajectory(0, row, step_ids, float(n % 2), steps) for n, row in enumerate(ids)]
-    batch = istar.flatten(games)  # a quarter of the tokens are actions
-
-    old = batch_logprobs(policy, batch, args)
-    pairs = istar.preference_pairs(batch.outcomes, batch.group)
-    advantages = torch.linspace(-1, 1, len(batch.step_traj))
-    for _ in range(2):  # the moments are there from the first update on
-        istar.prm_update(prm, batch, old, pairs, args)
-        istar.policy_update(policy, batch, old, advantages, args)
-    print(json.dumps({"peak": memory() - before, "shape": vars(shape_of(config))}))
+    policy, *prm = networks(build, setting.lora_rank, setting.dtype, setting.prm_rank)
+    if setting.recompute:
+        assert recompute_layers([network.model for network in (policy, *prm)])
+    update(policy, prm, 2, 3, 1)  # the moments are there from now on
+    update(policy, prm, setting.tokens // 128, 48, 16)  # two micro-batches, a quarter actions
+    shape = vars(shape_of(policy.model.config))
+    print(json.dumps({"peak": memory() - before, "shape": shape, "gpu": cuda}))
 
 
-def measured(path: str, tokens: int, lora_rank: int, dtype: str) -> tuple[float, SimpleNamespace]:
-    """(bytes, shape) of a model, from a process of its own, which gives freed memory back at once:
-    what is measured is what is needed, and not the holes that the allocator leaves."""
-    command = [sys.executable, __file__, "--measure", path, str(tokens), str(lora_rank), dtype]
+def measured(path: str, setting: Setting) -> tuple[float, float]:
+    """(measured, predicted) bytes of a model, from a process of its own, which gives freed memory
+    back at once: what is measured is what is needed, and not the allocator's holes."""
+    command = [sys.executable, __file__, "--measure", path, json.dumps(vars(setting))]
     environment = os.environ | {"WANDB_MODE": "offline", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
     answer = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer["peak"], SimpleNamespace(**answer["shape"])
+    parts = predict(Shape(**answer["shape"]), setting, answer["gpu"])
+    return answer["peak"], sum(parts.values())
+
+
+def trains(setting: Setting) -> str:
+    return f"LoRA {setting.lora_rank}" if setting.lora_rank else "all"
 
 
 def measured_lines(arguments) -> list[str]:
     """The table of what was measured, a row for each setting."""
-    lines = ["| model | dtype | trains | tokens | predicted | measured | ratio |", f"|{'---|' * 7}"]
-    paths = {"tiny": str(ROOT / "models" / "tiny-webshop"), "smollm2": arguments.smollm2}
-    settings = [
-        (model, dtype, rank, tokens)
-        for model in arguments.models
-        for dtype in arguments.dtypes
-        for rank in (0, 16)
-        for tokens in arguments.tokens
-    ]
-    for model, dtype, rank, tokens in settings:
-        peak, shape = measured(paths.get(model, model), tokens, rank, dtype)
-        total = sum(predict(shape, tokens, 0.25, rank, PRM_RANK, dtype).values())
-        trains = f"LoRA {rank}" if rank else "all"
-        figures = f"{total / 2**20:,.0f} | {peak / 2**20:,.0f} | {total / peak:.2f}"
-        lines.append(f"| {model} | {dtype} | {trains} | {tokens} | {figures} |")
+    titles = "model | dtype | trains | PRM | checkpointing | tokens | predicted | measured | ratio"
+    lines = [f"| {titles} |", f"|{'---|' * 9}"]
+    paths = {"tiny": str(TINY), "smollm2": arguments.smollm2}
+    ways = itertools.product(arguments.dtypes, arguments.tokens, (0, 16), (False, True), (16, 0))
+    for model, (dtype, tokens, rank, recompute, prm) in itertools.product(arguments.models, ways):
+        setting = Setting(tokens, 0.25, rank, prm, dtype=dtype, recompute=recompute)
+        peak, total = measured(paths.get(model, model), setting)
+        cells = [model, dtype, trains(setting), "yes" if prm else "no"]
+        cells += ["yes" if recompute else "no", f"{tokens:,}", f"{total / 2**20:,.0f}"]
+        cells += [f"{peak / 2**20:,.0f}", f"{total / peak:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     return lines
 
 
 def predicted_lines() -> list[str]:
-    """The table of the cards, a row for each shape and what trains."""
-    titles = "model | trains | weights that train, moments | frozen | activations, logits | engine"
-    lines = [f"| {titles} | total | card |", f"|{'---|' * 8}"]
-    for name, (h, i, layers, heads, keys, vocabulary, tied) in (SHAPES | SEEING).items():
-        sizes = dict(hidden=h, inner=i, layers=layers, queries=h, keys=h // heads * keys)
-        sizes |= dict(vocabulary=vocabulary, tied=tied, head_norms=False)
-        shape = SimpleNamespace(**sizes)
-        engine = predict(shape, 0, 0, 1, 0, "bfloat16")["policy"] / GIB
-        if name in SEEING:
-            engine += predict_tower(shape, 0, 1, 0, True)["policy"] / GIB
-        ways = [(0, False), (64, False)] + [(0, True), (64, True)] * (name in SEEING)
-        for rank, freeze in ways:
-            parts = predict(shape, 8192, 0.25, rank, PRM_RANK, "bfloat16")
-            if name in SEEING:
-                tower = predict_tower(shape, 8192, rank, PRM_RANK, freeze)
-                parts = {key: value + tower.get(key, 0) for key, value in parts.items()}
-            parts = {key: value / GIB for key, value in parts.items()}
-            work = parts["activations"] + parts["logits"]
-            frozen = engine if rank else parts["PRM"]
-            trained = sum(parts.values()) - work - frozen
-            total = trained + frozen + work  # the engine sleeps meanwhile
-            awake = (trained + frozen + engine) / 0.6  # it may take 40 % of the card beside them
-            cards = (f"{card} GiB" for card in CARDS if max(total * 1.1, awake) <= card)
-            numbers = " | ".join(f"{x:.1f}" for x in (trained, frozen, work, engine, total))
-            trains = f"LoRA {rank}" if rank else "all"
-            trains += " of the language side" * freeze
-            lines.append(f"| {name} | {trains} | {numbers} | {next(cards, 'none of one')} |")
+    """The table of a card's need, a row for each model and what trains: without and with gradient
+    checkpointing."""
+    titles = " | ".join(f"{tokens:,} tokens" for tokens in TOKENS)
+    lines = [f"| model | trains | PRM | cards | {titles} |", f"|{'---|' * (4 + len(TOKENS))}"]
+    kinds = [(0, 1), (0, 8), (LORA_RANK, 1)]
+    for name, (rank, cards), prm in itertools.product(SHAPES, kinds, (PRM_RANK, 0)):
+        cells = []
+        for tokens in TOKENS:
+            setting = Setting(tokens, 0.25, rank, prm, cards=cards)
+            need = [
+                needed(shape_named(name), setting, gpu=True),
+                needed(shape_named(name), Setting(**vars(setting) | {"recompute": True}), gpu=True),
+            ]
+            cells.append(" / ".join(f"{each / GIB:.0f}" for each in need))
+        row = [name, trains(setting), "yes" if prm else "no", "1 or 8" if rank else str(cards)]
+        lines.append(f"| {' | '.join([*row, *cells])} |")
+    return lines
+
+
+def fitting_lines() -> list[str]:
+    """The flags that fit iStar on one card and on eight, for each model and length."""
+    lines = ["| model | tokens | on one card | all weights, on eight |", f"|{'---|' * 4}"]
+    for name, tokens in itertools.product(SHAPES, TOKENS):
+        cells = []
+        for cards in (1, 8):
+            start = Setting(tokens, 0.25, 0, PRM_RANK, cards=cards)
+            found = fitting(shape_named(name), start, CARD, gpu=True, longest=tokens)
+            flags = "none"
+            if found:
+                flags = flags_for(found, start) or "as they are"
+                flags += f" ({needed(shape_named(name), found, gpu=True) / GIB:.0f} GiB)"
+            cells.append(flags)
+        lines.append(f"| {name} | {tokens:,} | {' | '.join(cells)} |")
+    return lines
+
+
+def saving_lines() -> list[str]:
+    """The table of checkpoints: how long one holds the training up, and how often that is 5 % of
+    the time."""
+    titles = "model | trains | cards | checkpoint [GB] | saving [s] | iteration [s]"
+    lines = [f"| {titles} | share, after every iteration | 5 % after |", f"|{'---|' * 8}"]
+    for name, (rank, cards) in itertools.product(SHAPES, [(0, 8), (LORA_RANK, 1)]):
+        shape, setting = shape_named(name), Setting(4096, 0.25, rank, PRM_RANK, cards=cards)
+        size = checkpoint_size(shape, setting)
+        # a forward pass for old log-probabilities, four for the PRM, three for the update; the
+        # rollout takes as long again
+        operations = 2 * shape.dense * EPISODES * 4096 * (1 + 4 + 3)
+        iteration = 2 * operations / (RATE * cards)
+        saving = size / DISK
+        cells = [name, trains(setting), str(cards), f"{size / 1e9:.1f}", f"{saving:.1f}"]
+        cells += [f"{iteration:.0f}", f"{saving / (iteration + saving):.0%}"]
+        every = max(1, -(-saving // (0.05 * iteration)))
+        cells.append("every iteration" if every == 1 else f"{every:.0f} iterations")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def seeing_lines() -> list[str]:
+    """The table of models that see: 8,192 tokens, a quarter of them pictures."""
+    lines = ["| model | trains | without | with checkpointing |", f"|{'---|' * 4}"]
+    kinds = itertools.product((0, LORA_RANK), (False, True))
+    for name, (rank, freeze) in itertools.product(SEEING, kinds):
+        cells = []
+        for recompute in (False, True):
+            setting = Setting(8192, 0.25, rank, PRM_RANK, recompute=recompute)
+            parts = predict(shape_named(name), setting)
+            tower = predict_tower(shape_named(name), setting, freeze)
+            cells.append(f"{(sum(parts.values()) + sum(tower.values())) / GIB:.0f}")
+        who = trains(setting) + " of the language side" * freeze
+        lines.append(f"| {name} | {who} | {' | '.join(cells)} |")
     return lines
 
 
@@ -264,27 +306,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     models = "tiny, smollm2, or one of " + ", ".join(SHAPES)
-    add("--models", nargs="+", default=["tiny"], help=models)
+    add("--models", nargs="*", default=["tiny"], help=models)
     add("--smollm2", default="", help="its directory")
-    sizes = [2048, 4096, 8192]
-    add("--tokens", nargs="+", type=int, default=sizes, help="--micro-batch-tokens")
+    add("--tokens", nargs="+", type=int, default=[2048, 4096], help="--micro-batch-tokens")
     add("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16"))
     results = ROOT / "benchmarks" / "results"
     add("--out", type=Path, default=results, help="directory of the table")
-    metavar = ("MODEL", "TOKENS", "RANK", "DTYPE")
-    add("--measure", nargs=4, metavar=metavar, help=argparse.SUPPRESS)
+    add("--measure", nargs=2, metavar=("MODEL", "SETTING"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        path, tokens, rank, dtype = arguments.measure
-        return measure(path, int(tokens), int(rank), dtype)
+        path, setting = arguments.measure
+        return measure(path, Setting(**json.loads(setting)))
     if "smollm2" in arguments.models and not arguments.smollm2:
         sys.exit("--models smollm2: --smollm2 says where it is")
 
-    setting = "bfloat16, 8,192 tokens at a time, a quarter of them actions"
-    setting += " (qwen-vl: and a quarter of pictures), GiB"
-    lines = [f"`python {' '.join(sys.argv)}`", "", "Measured and predicted, MiB:", ""]
-    lines += measured_lines(arguments)
-    lines += ["", f"Predicted for a GPU, {setting}:", "", *predicted_lines()]
+    lines = [f"`{' '.join(['python benchmarks/memory.py', *sys.argv[1:]])}`", ""]
+    if arguments.models:
+        lines += ["Measured and predicted, MiB:", "", *measured_lines(arguments), ""]
+    bfloat16 = "in bfloat16, a quarter of the tokens actions"
+    lines += [f"Predicted for a GPU, {bfloat16}: what a card has to have, without /"]
+    lines[-1] += " with --gradient-checkpointing [GiB]; tokens are --micro-batch-tokens, which are"
+    lines[-1] += " those of the longest episode at least:"
+    lines += ["", *predicted_lines(), ""]
+    lines += ["Flags that fit iStar into cards of 80 GB (79 GiB), if an episode is that long:"]
+    lines += ["", *fitting_lines(), ""]
+    assumed = f"{EPISODES} episodes of 4,096 tokens, {RATE / 1e12:.0f} TFLOP/s a card in training"
+    assumed += f", a rollout as long as the training, {DISK / 1e9:.0f} GB/s to the disk"
+    lines += [f"What saving takes ({assumed}: assumed):", "", *saving_lines(), ""]
+    lines += ["Models that see, on one card, 8,192 tokens, a quarter of them pictures [GiB]:"]
+    lines += ["", *seeing_lines()]
     print("\n".join(lines))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "memory.md").write_text("\n".join(lines) + "\n")

@@ -103,6 +103,7 @@ def read_arguments():
     add("--observation", type=int, default=60, help="tokens of an observation")
     add("--answer", type=int, default=40, help="tokens of an answer")
     add("--micro-batch-tokens", type=int, default=16384, help="as the scripts' flag")
+    add("--gradient-checkpointing", action="store_true", help="as the scripts' flag")
     add("--rounds", type=int, default=3, help="measured iterations")
     results = ROOT / "benchmarks" / "results"
     add("--out", type=Path, default=results, help="directory of the table")
@@ -115,7 +116,7 @@ def main() -> None:
     from runtime.batching import batch_logprobs
     from runtime.engines import HfEngine
     from runtime.flags import RunArgs
-    from runtime.networks import plain
+    from runtime.networks import plain, recompute_layers
 
     import torch
     import transformers
@@ -134,6 +135,8 @@ def main() -> None:
     args = istar.Args(run_args=run_args, max_action_tokens=arguments.answer, minibatches=1)
     torch.manual_seed(0)
     policy, prm = memory.networks(build, arguments.lora_rank, dtype)
+    if arguments.gradient_checkpointing:
+        recompute_layers([policy.model, prm.model])
     engine, rng = HfEngine("", [STOP], args), random.Random(0)
     shape = memory.shape_of(policy.model.config)
     best = ceiling(torch.bfloat16 if dtype == "bfloat16" else torch.float32, device)
@@ -195,7 +198,11 @@ def main() -> None:
 
     rounds = [sum(values) for values in zip(*(seconds[name][1:] for name in PASSES))]
     share = needs["action_tokens"] / needs["sequence_tokens"]
-    parts = memory.predict(shape, tokens, share, arguments.lora_rank, memory.PRM_RANK, dtype)
+    recompute = arguments.gradient_checkpointing
+    setting = memory.Setting(
+        tokens, share, arguments.lora_rank, memory.PRM_RANK, dtype=dtype, recompute=recompute
+    )
+    parts = memory.predict(shape, setting)
     predicted = f"as benchmarks/memory.py predicts it: {sum(parts.values()) / 2**30:.1f} GiB"
     iteration = f"An iteration: {statistics.median(rounds):.2f} s"
     sampled = "tokens/s of the rollout are sampled ones"

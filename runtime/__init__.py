@@ -7,6 +7,7 @@
     terminal.py       lines that stay, and text that cannot move the cursor
     viewer.py         view.html, the run as a page; page/ has its frame, style and script
     checkpoints.py    checkpoints that are whole or absent, and taking them up again
+    memory.py         what an iteration takes of memory, predicted; flags that would fit
     tensors.py        safetensors files that are written tensor by tensor
     provenance.py     what a result has to name: command, versions, hardware, hashes
     files.py          JSON, JSON lines and files that are written whole

@@ -208,9 +208,9 @@ def flags_of(args) -> dict:
 MOST_EPISODES = 1_000_000  # side by side
 
 
-def check(args, env) -> str:
-    """The directory (or hub name) of --model; exits with one line that names the flag where
-    arguments cannot work. Nothing is loaded but the model's configuration."""
+def check(args, env) -> tuple[str, Any]:
+    """The directory (or hub name) of --model, and its configuration; exits with one line that names
+    the flag where arguments cannot work. Nothing is loaded but the model's configuration."""
     run_args = args.run_args
     tasks = evaluation_tasks(env, run_args.eval_set)
     if run_args.eval_tasks > len(tasks):
@@ -299,8 +299,8 @@ def check_writable(flag: str, directory: str) -> None:
         refuse(flag, directory, f"cannot be written ({error.strerror})")
 
 
-def check_model(args, env) -> str:
-    """The directory or hub name of --model, whose configuration and files were looked at."""
+def check_model(args, env) -> tuple[str, Any]:
+    """The directory or hub name of --model, whose files were looked at, and its configuration."""
     places = Path(args.model), ROOT / args.model
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
     trust = args.run_args.trust_remote_code
@@ -318,7 +318,7 @@ def check_model(args, env) -> str:
     if args.max_context_tokens > longest:
         reason = f"--model {args.model} was made for {longest}"
         refuse("max_context_tokens", args.max_context_tokens, reason)
-    return path
+    return path, config
 
 
 def check_files(path: Path, model: str) -> None:

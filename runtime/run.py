@@ -48,6 +48,7 @@ from runtime.checkpoints import (
 from runtime.engines import EngineError, HfEngine, VllmEngine
 from runtime.files import append, read_json, to_json, write_json
 from runtime.flags import check, evaluation_tasks, flags_of, refuse, shown
+from runtime.memory import tell_if_too_much
 from runtime.models import (
     ModelError,
     read_causal_model,
@@ -93,9 +94,13 @@ class Run:
 
     def __init__(self, args, env):
         self.args, self.env = args, env
-        self.model_path = check(args, env)
+        self.model_path, config = check(args, env)
         self.device = processes.start(args)
         terminal.begin(args.run_args.quiet)
+        cards, card = processes.count() if processes.sharded() else 1, None
+        if self.device.type == "cuda":
+            card = torch.cuda.get_device_properties(self.device).total_memory
+        tell_if_too_much(config, args, cards, card)
         self.script = Path(sys.argv[0]).stem
         self.eval_env = getattr(env, "eval_env", env)
         tasks = evaluation_tasks(env, args.run_args.eval_set)

@@ -1,0 +1,254 @@
+"""What an iteration takes of memory: arithmetic on the model's shape and the flags, before anything
+is loaded. benchmarks/memory.py compares it with what is measured.
+
+The peak is in an update: weights, gradients and moments of what trains, frozen weights, and what
+autograd keeps of one micro-batch. The engine sleeps meanwhile on a GPU; while it is awake it has a
+share of the card beside weights and moments.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass, replace
+
+from runtime.terminal import warn
+
+GIB = 2**30
+ENGINE = 0.4  # of a GPU, the engine's share of it while it samples
+SPARE = 1.1  # a GPU's memory is cut into pieces: so much more than the tensors
+LOGITS = 2**28  # of them at a time (networks.py)
+SMALLER = (8192, 4096, 2048, 1024)  # --micro-batch-tokens that are tried
+FEWER = 64  # --policy-lora-rank that is proposed
+MORE = 8  # cards that are proposed
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder: what counts of its configuration."""
+
+    hidden: int
+    inner: int  # width of the feed-forward
+    layers: int
+    queries: int  # heads x their width
+    keys: int
+    vocabulary: int
+    tied: bool  # the head's weights are the embedding's
+    head_norms: bool = False  # queries and keys are normalised (Qwen3)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of a layer's seven."""
+        h, i, q, k = self.hidden, self.inner, self.queries, self.keys
+        return [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)]
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer."""
+        return sum(a * b for a, b in self.matrices)
+
+    @property
+    def embeddings(self) -> int:
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def dense(self) -> int:
+        """All weights."""
+        return self.layers * self.layer + self.embeddings
+
+    @property
+    def adapter(self) -> int:
+        """Weights of a LoRA adapter of rank 1."""
+        return self.layers * sum(a + b for a, b in self.matrices)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the flags say."""
+
+    tokens: int  # of a micro-batch
+    action_share: float = 0.25  # of its tokens, those that the agent wrote
+    lora_rank: int = 0  # of the policy; 0: all weights train
+    prm_rank: int = 0  # of the PRM's adapter (the critic's); 0: there is none
+    own_base: bool = False  # that adapter has a frozen model of its own also where the policy's is
+    dtype: str = "bfloat16"
+    recompute: bool = False  # --gradient-checkpointing
+    cards: int = 1  # that share a policy which is trained whole (FSDP)
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number in matrix products."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+
+def shape_of(config) -> Shape | None:
+    """The decoder's shape, by its configuration; None where it is not one of dense layers with a
+    gated feed-forward, as Llama's, Qwen's and Mistral's are."""
+    config = config.get_text_config(decoder=True)
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
+    sizes = [getattr(config, name, None) for name in names.split()]
+    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]
+    if any(experts) or not all(type(size) is int for size in sizes):
+        return None
+    hidden, inner, layers, heads, vocabulary = sizes
+    width = getattr(config, "head_dim", None) or hidden // heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    tied, norms = bool(config.tie_word_embeddings), config.model_type.startswith("qwen3")
+    return Shape(hidden, inner, layers, heads * width, keys * width, vocabulary, tied, norms)
+
+
+def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float]:
+    """Bytes at the peak of an iteration, by what they are for. Weights that train have four float32
+    numbers each (value, gradient, two moments), frozen ones one of --dtype; the PRM of a policy
+    that trains whole has a frozen float32 base. gpu: else the matrix library has buffers, measured
+    to be about as large as the largest matrix."""
+    adapted = bool(setting.lora_rank)
+    policy = 16 * shape.dense / setting.cards
+    if adapted:
+        policy = setting.number * shape.dense + 16 * shape.adapter * setting.lora_rank
+    prm = 16 * shape.adapter * setting.prm_rank
+    if setting.prm_rank and not adapted:
+        prm += 4 * shape.dense
+    if setting.prm_rank and adapted and setting.own_base:
+        prm += setting.number * shape.dense
+
+    gathered = 0.0
+    if setting.cards > 1:  # a layer and the next one, and what belongs to none; with gradients
+        gathered = 2 * setting.number * (2 * shape.layer + shape.embeddings)
+    elif setting.dtype == "bfloat16" and not adapted:  # autocast's copy, kept for the backward pass
+        gathered = 2 * shape.dense
+
+    layer = setting.tokens * kept_by_layer(shape, setting.dtype)
+    activations = (shape.layers + 1) * layer  # and one layer's gradients
+    if setting.recompute:  # what goes into each layer, and one layer with its gradients
+        stream = 2 if adapted and setting.dtype == "bfloat16" else 4
+        activations = setting.tokens * shape.layers * shape.hidden * stream + 2 * layer
+    logits = min(setting.tokens * setting.action_share * shape.vocabulary, LOGITS)
+    logits *= 4 * 3  # values, softmax, gradient
+    return {
+        "policy": policy,
+        "PRM": prm,
+        "weights gathered or cast": gathered,
+        "activations": activations,
+        "logits": logits,
+        "buffers": 0.0 if gpu else 4 * shape.vocabulary * shape.hidden,
+    }
+
+
+def kept_by_layer(shape: Shape, dtype: str) -> int:
+    """What a layer keeps of a token for its backward pass [bytes], as torch's saved tensors show
+    it: two norms with input and output, what the projections read, queries, keys, values,
+    attention's output, four of the feed-forward's width. bfloat16 has a copy of its input for each
+    projection, and its norms stay float32."""
+    h, i, q, k = shape.hidden, shape.inner, shape.queries, shape.keys
+    norms = q + k if shape.head_norms else 0
+    if dtype == "bfloat16":
+        return 4 * 4 * h + 2 * (5 * h + 2 * q + 2 * k + 4 * i) + 6 * norms
+    return 4 * (6 * h + 2 * q + 2 * k + 4 * i + 2 * norms)
+
+
+def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
+    """Bytes that a card has to have, or a machine without one for this process."""
+    parts = predict(shape, setting, gpu)
+    engine = setting.number * shape.dense
+    if not gpu:
+        return sum(parts.values()) + engine
+    gradients = 4 * shape.dense / setting.cards
+    if setting.lora_rank:
+        gradients = 4 * shape.adapter * setting.lora_rank
+    resident = parts["policy"] - gradients + parts["PRM"]
+    return max(SPARE * sum(parts.values()), resident / (1 - ENGINE), engine / ENGINE)
+
+
+def checkpoint_size(shape: Shape, setting: Setting) -> float:
+    """Bytes of a checkpoint on the disk: of what trains, the weights in two files (--dtype, where
+    they are the whole policy) and two moments."""
+    policy = shape.dense * (setting.number + 12)
+    if setting.lora_rank:
+        policy = 16 * shape.adapter * setting.lora_rank
+    return policy + 16 * shape.adapter * setting.prm_rank
+
+
+def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int = 1) -> Setting | None:
+    """The setting that fits the memory [bytes] and changes least: gradient checkpointing, fewer
+    tokens at a time (not fewer than the longest sequence has), then an adapter instead of all
+    weights, then more cards. None where none does."""
+    smaller = [n for n in SMALLER if longest <= n < setting.tokens]
+    trained = [dict(cards=setting.cards, lora_rank=setting.lora_rank)]
+    if not setting.lora_rank:
+        trained.append(dict(cards=1, lora_rank=FEWER))
+        if gpu and setting.cards < MORE:
+            trained.append(dict(cards=MORE, lora_rank=0))
+    recomputes = (False, True) if not setting.recompute else (True,)
+    for who, tokens, recompute in itertools.product(
+        trained, [setting.tokens, *smaller], recomputes
+    ):
+        other = replace(setting, tokens=tokens, recompute=recompute, **who)
+        if needed(shape, other, gpu) <= memory:
+            return other
+    return None
+
+
+def flags_for(setting: Setting, before: Setting) -> str:
+    """The flags that make the one setting of the other, as they are written."""
+    flags = []
+    if setting.recompute and not before.recompute:
+        flags.append("--gradient-checkpointing")
+    if setting.tokens != before.tokens:
+        flags.append(f"--micro-batch-tokens {setting.tokens}")
+    if setting.lora_rank != before.lora_rank:
+        flags.append(f"--policy-lora-rank {setting.lora_rank}")
+    if setting.cards != before.cards:
+        flags.append(f"--processes {setting.cards} with configs/fsdp.yaml")
+    return " ".join(flags)
+
+
+# ------------ a run ------------
+
+
+def setting_of(args, cards: int) -> Setting:
+    """What a script's flags say; cards: that share the policy."""
+    run_args = args.run_args
+    ranks = [getattr(args, name, 0) for name in ("prm_lora_rank", "critic_lora_rank")]
+    episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
+    longest = args.max_context_tokens
+    return Setting(
+        tokens=min(max(run_args.micro_batch_tokens, longest), episodes * longest),
+        action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
+        lora_rank=args.policy_lora_rank,
+        prm_rank=max(ranks),
+        own_base=bool(ranks[1]),
+        dtype=run_args.dtype,
+        recompute=run_args.gradient_checkpointing,
+        cards=cards,
+    )
+
+
+def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
+    """Warn, before anything is loaded, where a run needs more memory than there is, with flags that
+    would fit. card: bytes of the GPU; None: there is none, the machine's memory counts."""
+    shape = shape_of(config)
+    if shape is None:
+        return
+    gpu, memory, what = card is not None, card, "this card has"
+    if not gpu:
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / neighbours
+        what = "this machine has" if neighbours == 1 else "its share of this machine is"
+        if args.run_args.engine != "hf":  # vLLM's cache stays there while the trainer works
+            memory -= args.run_args.engine_memory * GIB
+            what = f"beside --engine-memory {what}"
+    setting = setting_of(args, cards)
+    need = needed(shape, setting, gpu)
+    if need <= memory:
+        return
+
+    parts = {
+        name: part / GIB for name, part in predict(shape, setting, gpu).items() if part >= GIB / 10
+    }
+    listed = ", ".join(f"{name} {part:.1f}" for name, part in parts.items())
+    other = fitting(shape, setting, memory, gpu, args.max_context_tokens)
+    advice = "nothing that this library has would fit: a smaller --model"
+    if other:
+        less = needed(shape, other, gpu) / GIB
+        advice = f"{flags_for(other, setting)} would need {less:.1f}"
+    sizes = f"about {need / GIB:.1f} GiB by prediction, {what} {memory / GIB:.1f}"
+    warn(f"memory: an iteration needs {sizes} ({listed}); {advice}")

@@ -1,0 +1,179 @@
+"""What a run takes of memory: the prediction counts what is there, warns in time and names flags
+that fit."""
+
+import os
+
+import runtime.memory
+from runtime.memory import (
+    GIB,
+    Setting,
+    Shape,
+    checkpoint_size,
+    fitting,
+    flags_for,
+    kept_by_layer,
+    needed,
+    predict,
+    shape_of,
+    tell_if_too_much,
+)
+from runtime.networks import add_adapter, recompute_layers, trainable
+
+import pytest
+import torch
+from conftest import default_model, load, run_main
+from test_gradient_checkpointing import kept_for_backward
+from test_scripts import rows, small
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SIZES = dict(
+    hidden_size=128,
+    intermediate_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=1000,
+)
+QWEN_7B = Shape(3584, 18944, 28, 3584, 512, 152064, False)
+
+
+def models():
+    for tied in (True, False):
+        yield Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied))
+        yield Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=48, tie_word_embeddings=tied))
+
+
+def test_weights_are_counted():
+    """Norms and biases, which are left out, are less than a hundredth."""
+    for model in models():
+        shape, count = shape_of(model.config), sum(p.numel() for p in model.parameters())
+        assert 0.99 * count < shape.dense <= count
+        adapted = add_adapter(model, "policy", 8)
+        assert 8 * shape.adapter == sum(p.numel() for p in trainable(adapted))
+
+
+def test_what_a_backward_pass_keeps_is_counted():
+    for model in models():
+        shape, tokens = shape_of(model.config), 512
+        weights = sum(p.numel() for p in model.parameters()) * 4
+
+        def forward(model=model, tokens=tokens):
+            model.base_model(input_ids=torch.arange(tokens)[None], use_cache=False)
+
+        kept = kept_for_backward(forward) - weights
+        assert kept == pytest.approx(
+            tokens * shape.layers * kept_by_layer(shape, "float32"), rel=0.15
+        )
+        assert recompute_layers([model])
+        assert kept_for_backward(forward) < weights + 0.2 * kept
+
+
+def test_only_shapes_that_it_counts():
+    assert shape_of(LlamaConfig(**SIZES)).keys == 64
+    assert shape_of(MixtralConfig(**SIZES)) is None and shape_of(GPT2Config()) is None
+
+
+def test_less_is_needed_with_each_flag_that_is_for_it():
+    whole = Setting(8192, prm_rank=16)
+    need = [needed(QWEN_7B, whole, gpu=True)]
+    for changes in (dict(recompute=True), dict(recompute=True, cards=8), dict(lora_rank=64)):
+        need.append(needed(QWEN_7B, Setting(**vars(whole) | changes), gpu=True))
+    assert need[0] > need[1] > need[2] and need[3] < need[0]
+    assert need[0] > 16 * QWEN_7B.dense > 4 * 28 * GIB
+    without = predict(QWEN_7B, Setting(8192))
+    assert predict(QWEN_7B, whole)["PRM"] > 4 * QWEN_7B.dense and without["PRM"] == 0
+    critic = Setting(8192, lora_rank=64, prm_rank=16, own_base=True)
+    assert predict(QWEN_7B, critic)["PRM"] > 2 * QWEN_7B.dense
+
+
+@pytest.mark.parametrize("memory", (1000, 200, 79, 40, 23))
+@pytest.mark.parametrize("tokens", (2048, 16384))
+def test_what_is_proposed_fits_and_is_the_least_change(memory, tokens):
+    start = Setting(tokens, prm_rank=16)
+    found = fitting(QWEN_7B, start, memory * GIB, gpu=True, longest=2048)
+    if memory == 1000:
+        assert found == start and flags_for(found, start) == ""
+    if memory == 23:  # the engine's weights alone want more
+        assert found is None
+        return
+    assert needed(QWEN_7B, found, gpu=True) <= memory * GIB
+    flags = flags_for(found, start)
+    assert ("--gradient-checkpointing" in flags) == found.recompute
+    assert ("--policy-lora-rank 64" in flags) == (found.lora_rank == 64)
+    if found.recompute:
+        kept = Setting(**vars(found) | {"recompute": False})
+        assert needed(QWEN_7B, kept, gpu=True) > memory * GIB
+
+
+def arguments(**changes):
+    args = load("istar_sokoban").Args(**changes)
+    args.run_args.dtype = "bfloat16"
+    return args
+
+
+def test_a_run_that_will_not_fit_is_told_with_flags_that_would(capsys, monkeypatch):
+    config = Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+    )
+    args = arguments(max_context_tokens=8192)
+    tell_if_too_much(config, args, 1, 79 * GIB)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("warning: memory: an iteration needs about ")
+    assert "this card has 79.0" in said
+    assert "--gradient-checkpointing --policy-lora-rank 64 would need" in said
+
+    args.policy_lora_rank, args.run_args.gradient_checkpointing = 64, True
+    tell_if_too_much(config, args, 1, 79 * GIB)
+    assert capsys.readouterr().out == ""
+    tell_if_too_much(config, args, 1, 10 * GIB)
+    assert "a smaller --model" in capsys.readouterr().out
+    tell_if_too_much(GPT2Config(), args, 1, 1)
+    assert capsys.readouterr().out == ""
+
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 20 * GIB // 4096}
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    tell_if_too_much(config, args, 1, None)
+    assert "beside --engine-memory this machine has 18.0" in capsys.readouterr().out
+    args.run_args.engine = "hf"
+    tell_if_too_much(config, args, 1, None)
+    assert ", this machine has 20.0" in capsys.readouterr().out
+
+
+def test_a_run_says_it_before_anything_is_loaded(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runtime.memory, "needed", lambda *_: 1e15)
+    monkeypatch.setattr("runtime.run.read_causal_model", stop)
+    flags = [*small("rloo_sokoban"), "--engine", "hf"]
+    done = run_main("rloo_sokoban", *flags, cwd=tmp_path, check=False)
+    assert done.stdout.count("warning: memory: an iteration needs about") == 1
+
+
+@pytest.mark.parametrize("rank", (0, 16))
+def test_the_size_of_a_checkpoint_is_predicted(rank, tmp_path):
+    """But for the tokenizer's files and JSON, which do not grow with the model."""
+    flags = [*small("istar_sokoban"), "--engine", "hf", "--iterations", 1, "--run-name", "run"]
+    run_main("istar_sokoban", *flags, "--policy-lora-rank", rank, cwd=tmp_path)
+    run, shape = (
+        tmp_path / "runs/run",
+        shape_of(Qwen3Config.from_pretrained(default_model("istar_sokoban"))),
+    )
+    files = (run / "checkpoints/000001").rglob("*.safetensors")
+    size = sum(path.stat().st_size for path in files)
+    setting = Setting(1, lora_rank=rank, prm_rank=16, dtype="float32")
+    assert size == pytest.approx(checkpoint_size(shape, setting), rel=0.06)
+    assert len(rows(run)) == 2
