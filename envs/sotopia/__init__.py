@@ -40,6 +40,7 @@ from envs.sotopia.world import (
     Sotopia,
     SotopiaArgs,
     expert,
+    paired_by,
     parse_action,
     partner_messages,
     partner_words,
@@ -84,4 +85,5 @@ __all__ = [
     "scripted",
     "verdict_schema",
     "visible",
+    "paired_by",
 ]
