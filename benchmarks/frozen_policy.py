@@ -2,12 +2,14 @@
 
     python benchmarks/frozen_policy.py --script istar_sokoban        # some minutes on one core
     python benchmarks/frozen_policy.py --script istar_webshop
+    python benchmarks/frozen_policy.py --prm-lora-rank 16 --prm-steps 1 --prm-replay 0
 
 The script's own functions play --batches batches of --tasks training tasks with its initial policy,
-and its PRM takes one step of trajectory DPO on each. Then it ranks the preference pairs of
---tasks other tasks, compared as in training. With a policy that moves the same PRM may do worse:
-docs/results.md; with one that stands still it has to find what the outcomes tell. Exits with status
-1 where the accuracy is below --least. Written: benchmarks/results/frozen-SCRIPT.md.
+and its PRM learns after each as in the script: --prm-steps steps of trajectory DPO, each over
+--tasks groups of the replay. Then it ranks the preference pairs of --tasks other tasks. With a
+policy that moves the same PRM may do worse: docs/results.md; with one that stands still it has to
+find what the outcomes tell. Other flags go to the script. Exits with status 1 where the accuracy is
+below --least. Written: benchmarks/results/frozen-SCRIPT.md.
 """
 
 import argparse
@@ -21,9 +23,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(ROOT))
 
 
-def players(script, args):
-    """(policy, PRM, engine, chat) of the script's default model; the PRM is the policy with an
-    adapter, on weights of its own."""
+def players(args):
+    """(policy, PRM, engine, chat) of the script's model. The PRM has weights of its own: all of
+    them learn, or with --prm-lora-rank an adapter on them."""
     from runtime.chat import Chat
     from runtime.engines import HfEngine
     from runtime.networks import Network, add_adapter, trainable
@@ -36,84 +38,90 @@ def players(script, args):
     read = AutoModelForCausalLM.from_pretrained
     model = read(path)
     policy = Network("policy", model, AdamW(trainable(model), 0.0))
-    phi = add_adapter(read(path), "prm", args.prm_lora_rank)
-    options = {"lr": args.prm_learning_rate, "weight_decay": args.prm_weight_decay}
-    prm = Network("prm", phi, AdamW(trainable(phi), **options))
+    phi = read(path)
+    if args.prm_lora_rank:
+        phi = add_adapter(phi, "prm", args.prm_lora_rank)
+    prm = Network("prm", phi, AdamW(trainable(phi), args.prm_learning_rate, weight_decay=0.0))
     engine = HfEngine(str(path), [tokenizer.eos_token_id], args)
     engine.load(model)
     return policy, prm, engine, Chat(tokenizer, [tokenizer.eos_token_id])
 
 
-def accuracies(script, prm, batch, old_logprobs, pairs, args) -> dict:
-    """The shares of pairs that the PRM ranks right, and that the shorter episode wins."""
-    from runtime.batching import batch_logprobs
+def ranked(script, prm, batch, old_logprobs, pairs, args) -> dict:
+    """What the PRM makes of these pairs, as the script logs it: runtime.statistics."""
+    from runtime.statistics import pair_statistics
 
-    import torch
-
-    new = script.sum_per_step(batch_logprobs(prm, batch, args, label="ranked"), batch)
-    ratios = new - script.sum_per_step(old_logprobs, batch)
-    compared = args.equal_length_pairs, args.prm_reduce
-    sides, _ = script.pair_log_ratios(ratios, batch.step_traj, pairs, *compared)
-    lengths = torch.bincount(batch.step_traj)
-    winners, losers = torch.tensor(pairs).T
-    right = (sides[0::2] > sides[1::2]).double().mean().item()
-    return {"PRM": right, "length": (lengths[winners] < lengths[losers]).double().mean().item()}
+    rewards = script.score_steps(prm, batch, old_logprobs, args)  # [S]
+    sides, _ = script.pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")
+    return pair_statistics(sides, batch, pairs)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--script", default="istar_sokoban", choices=["istar_sokoban", "istar_webshop"])
-    add("--batches", type=int, default=16, help="of training, one step of the PRM each")
-    add("--tasks", type=int, default=32, help="of a batch, a group of 8 each")
-    add("--seed", type=int, default=1)
+    add("--batches", type=int, default=16, help="from which the PRM learns")
+    add("--tasks", type=int, default=32, help="of a batch, and groups of a step of the PRM")
     add("--least", type=float, default=0.75, help="accuracy on unseen tasks that has to be reached")
-    given = parser.parse_args()
+    given, flags = parser.parse_known_args()
 
     from runtime.batching import batch_logprobs
+    from runtime.flags import parse
+    from runtime.replay import Replay
 
     import torch
 
+    command = " ".join(["python benchmarks/frozen_policy.py", *sys.argv[1:]])
     script = load_script(given.script)
-    args = script.Args()
+    sys.argv = [given.script, "--tasks-per-iteration", str(given.tasks), *flags]
+    args = parse(script.Args, "")
     world = script.Sokoban if given.script == "istar_sokoban" else script.WebShop
     env = world.from_args(args)
-    random.seed(given.seed)
-    torch.manual_seed(given.seed)
-    policy, prm, engine, chat = players(script, args)
+    random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    policy, prm, engine, chat = players(args)
+    replay = Replay(args.prm_replay)
     tasks = random.sample(env.train_tasks, given.tasks * (given.batches + 1))
 
+    def measured(trajectories):
+        """(batch, log pi_old, pairs) of these trajectories."""
+        batch = script.flatten(trajectories)
+        pairs = script.preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        return batch, batch_logprobs(policy, batch, args, label="log-probabilities"), pairs
+
     def play(number: int):
-        """(batch, log pi_old, pairs) of the tasks of this number."""
+        """The trajectories of the tasks of this number."""
         chosen = tasks[number * given.tasks : (number + 1) * given.tasks]
         repeated = sorted(chosen * args.group_size)
         played = script.rollout(env, engine, chat, repeated, args, args.temperature, "rollout")
-        batch = script.flatten(played)
         engine.sleep()
-        pairs = script.preference_pairs(batch.outcomes, batch.group)
-        return batch, batch_logprobs(policy, batch, args, label="log-probabilities"), pairs
+        return played
 
     begin = time.time()
-    unseen = play(given.batches)
-    rows = [(0, accuracies(script, prm, *unseen, args))]
+    unseen = measured(play(given.batches))
+    rows = [(0, ranked(script, prm, *unseen, args))]
     for number in tqdm(range(given.batches), "batches", disable=None):
-        batch, old_logprobs, pairs = play(number)
-        script.prm_update(prm, batch, old_logprobs, pairs, args)
+        trajectories = play(number)
+        batch = script.flatten(trajectories)
+        pairs = script.preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        replay.add(trajectories, pairs)
+        for _ in range(args.prm_steps if replay.groups else 0):
+            script.prm_update(prm, *measured(replay.draw(given.tasks)), args)
         if (number + 1) % 4 == 0 or number + 1 == given.batches:
-            rows.append((number + 1, accuracies(script, prm, *unseen, args)))
-            tqdm.write(f"{number + 1:3} batches  {rows[-1][1]['PRM']:.3f}")
+            rows.append((number + 1, ranked(script, prm, *unseen, args)))
+            tqdm.write(f"{number + 1:3} batches  {rows[-1][1]['pair_accuracy']:.3f}")
 
-    command = " ".join(["python benchmarks/frozen_policy.py", *sys.argv[1:]])
     seconds = time.time() - begin
     told = [f"`{command}`: {len(unseen[2])} pairs of {given.tasks} unseen tasks, {seconds:.0f} s"]
     told += ["", "| batches learnt | pairs the PRM ranks right | pairs the shorter episode wins |"]
     told += ["|---|---|---|"]
-    told += [f"| {n} | {row['PRM']:.3f} | {row['length']:.3f} |" for n, row in rows]
+    told += [f"| {n} | {r['pair_accuracy']:.3f} | {r['length_accuracy']:.3f} |" for n, r in rows]
     text = "\n".join(told) + "\n"
     (ROOT / "benchmarks" / "results" / f"frozen-{given.script}.md").write_text(text)
     print(text)
-    if rows[-1][1]["PRM"] < given.least:
-        sys.exit(f"--least {given.least}: the PRM ranks {rows[-1][1]['PRM']:.3f} right")
+    reached = rows[-1][1]["pair_accuracy"]
+    if reached < given.least:
+        sys.exit(f"--least {given.least}: the PRM ranks {reached:.3f} right")
 
 
 if __name__ == "__main__":

@@ -166,11 +166,12 @@ def main() -> None:
         with phase("log-probabilities"):
             old = batch_logprobs(policy, batch, args)
         with phase("PRM"):
-            learnt = istar.prm_update(prm, batch, old, ranked, args)
+            istar.prm_update(prm, batch, old, ranked, args)
             batch_logprobs(prm, batch, args)
         with phase("update"):
             taken = istar.policy_update(policy, batch, old, advantages, args)
-        assert not learnt["skipped"] + taken["skipped"], "an update was not finite"
+        skipped = prm.optimizer_stats()["skipped"] + taken["skipped"]
+        assert not skipped, "an update was not finite"
 
     plan = {"episodes": [{"task": t.task, "outcome": t.outcome} for t in games]}
     needs = work(plan, pairs, 0, plain(policy.model))

@@ -23,7 +23,8 @@
     rounds.py         episodes side by side; worlds that fail
     chat.py           the token layout of a conversation, from the tokenizer's template
     processes.py      several processes: work divided, results together, FSDP
-    statistics.py     what the scripts log beside their losses
+    replay.py         the groups of episodes that a PRM learns from again
+    statistics.py     what the scripts log beside their losses, and how far a PRM is trusted
 
 The scripts import this package before torch, because threads read their settings when torch begins.
 """

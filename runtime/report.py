@@ -14,8 +14,14 @@ from runtime.terminal import say, warn
 import torch
 
 TERMINAL = (
-    "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/drift".split()
+    "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill".split()
 )
+CREDIT = {  # what curve.png says of a PRM
+    "prm/pair_accuracy": "pairs ranked right",
+    "prm/skill": "skill",
+    "prm/credit_share": "credit share",
+    "prm/advantage_progress_correlation": "correlation with progress",
+}
 
 
 def announce(run) -> None:
@@ -188,24 +194,36 @@ def has(row: dict, *keys: str) -> bool:
 
 
 def draw_curve(rows: list[dict], run: Path) -> None:
-    """Draw curve.png: success and return (SOTOPIA: goal), in training and evaluation, against
-    iterations and minutes of training."""
+    """Draw curve.png, against iterations and minutes of training: success and return (SOTOPIA:
+    goal), in training and evaluation; and where there is a PRM, what is known of its credit."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     lower = "goal" if any("eval/goal" in row for row in rows) else "return"
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex="col", sharey="row")
+    kinds = {"train": "-", "eval": "o-"}
+    panels = {  # {label of the axis: {key: (label, style)}}
+        name: {f"{kind}/{name}": (kind, style) for kind, style in kinds.items()}
+        for name in ("success", lower)
+    }
+    credit = {key: (label, "-") for key, label in CREDIT.items() if any(has(r, key) for r in rows)}
+    if credit:
+        panels["credit"] = credit
+
+    size = {"figsize": (10, 3 * len(panels)), "sharex": "col", "sharey": "row"}
+    figure, axes = plt.subplots(len(panels), 2, **size)
     scales = [("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes of training")]
     for column, (x, scale, label) in enumerate(scales):
-        for axis, key in zip(axes[:, column], ("success", lower)):
-            for kind, style in (("train", "-"), ("eval", "o-")):
-                seen = [row for row in rows if has(row, x, f"{kind}/{key}")]
+        for axis, (name, lines) in zip(axes[:, column], panels.items()):
+            for key, (title, style) in lines.items():
+                seen = [row for row in rows if has(row, x, key)]
                 xs = [row[x] / scale for row in seen]
-                axis.plot(xs, [row[f"{kind}/{key}"] for row in seen], style, label=kind)
-            axis.set(xlabel=label, ylabel=key)
+                axis.plot(xs, [row[key] for row in seen], style, label=title)
+            axis.set(xlabel=label, ylabel=name)
     axes[0, 0].legend()
+    if credit:
+        axes[-1, 0].legend(fontsize="small")
     figure.suptitle(run.name, parse_math=False)
     drawn = io.BytesIO()
     figure.savefig(drawn)

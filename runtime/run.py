@@ -7,7 +7,7 @@
     runs/NAME/eval_episodes.jsonl    the same of the evaluation panel, without advantages
     runs/NAME/view.html         the run as a page, at its end: viewer.py
     runs/NAME/pictures/         what the steps saw, where the world shows pictures: each once
-    runs/NAME/curve.png         success and return, against iterations and minutes of training
+    runs/NAME/curve.png         success, return and credit, against iterations and minutes
     runs/NAME/checkpoints/      checkpoints.py
     runs/NAME/engine/           the policy's weights for the servers of --engine-url, meanwhile
     runs/NAME/batch-N.json      what was trained on when losses stopped being finite

@@ -243,7 +243,8 @@ function runKey(n) {
 // ------------ curves ------------
 
 const CURVES = ["success", "return", "episode_steps", "valid_actions", "prm/pair_accuracy",
-  "prm/advantage_progress_correlation", "policy/clip_fraction", "policy/approx_kl"];
+  "prm/skill", "prm/credit_share", "prm/advantage_progress_correlation", "policy/clip_fraction",
+  "policy/approx_kl"];
 
 /** {kind: key of the metrics}: training and evaluation of one thing stand in one picture. */
 function keysOf(name) {
