@@ -38,7 +38,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
 SCRIPTS = {"truth": "istar"}  # of rows that have another name than their script
-TRUTH = "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill"  # A^S comes from elsewhere
+OWN = {  # flags of a row
+    "truth": "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill",  # A^S comes from elsewhere
+    "prime": "--ratio token",  # it has no other
+}
 # chosen on the validation tasks (docs/results.md); the same for every row
 FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
 --max-context-tokens 512 --tasks-per-iteration 4 --iterations 60 --learning-rate 1.5e-4
@@ -53,6 +56,7 @@ def load_script(name: str, directory: Path):
     """The module of an algorithm's WebShop script with the world exchanged."""
     source = (ROOT / f"{name}_webshop.py").read_text()
     source = source.replace("envs.webshop", "envs.crossings").replace("WebShop", "Crossings")
+    source = source.replace("args.world.outcome", '"success"')  # PRIME asks: it is 0 or 1 here
     path = directory / f"{name}_crossings.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -196,7 +200,7 @@ def run_row(row: str, seed: int, directory: Path) -> list[dict]:
     """The evaluations of a row with a seed: of the run that is there, or of one made now."""
     name = "".join(c if c.isalnum() else "-" for c in f"{row} {seed}")
     words = shlex.split(row)
-    own = shlex.split(TRUTH) if words[0] == "truth" else []
+    own = shlex.split(OWN.get(words[0], ""))
     flags = [*shlex.split(FLAGS), *own, *words[1:], "--seed", str(seed)]
     iterations = int(flags[len(flags) - flags[::-1].index("--iterations")])
     done = evaluations(directory / name, row, seed) if (directory / name).exists() else []

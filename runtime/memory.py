@@ -68,6 +68,8 @@ class Setting:
     action_share: float = 0.25  # of its tokens, those that the agent wrote
     lora_rank: int = 0  # of the policy; 0: all weights train
     prm_rank: int = 0  # of the PRM's adapter (the critic's); 0: there is none
+    prm_copy: bool = False  # the PRM is a full copy that trains (--prm-lora-rank 0)
+    follows: bool = False  # the PRM's adapter stands on the policy's own weights
     own_base: bool = False  # that adapter has a frozen model of its own also where the policy's is
     dtype: str = "bfloat16"
     recompute: bool = False  # --gradient-checkpointing
@@ -97,15 +99,17 @@ def shape_of(config) -> Shape | None:
 
 def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float]:
     """Bytes at the peak of an iteration, by what they are for. Weights that train have four float32
-    numbers each (value, gradient, two moments), frozen ones one of --dtype; the PRM of a policy
-    that trains whole has a frozen float32 base. gpu: else the matrix library has buffers, measured
-    to be about as large as the largest matrix."""
+    numbers each (value, gradient, two moments), frozen ones one of --dtype. An adapter beside a
+    policy that trains whole has a frozen float32 base, if it does not stand on the policy. gpu:
+    else the matrix library has buffers, measured to be about as large as the largest matrix."""
     adapted = bool(setting.lora_rank)
     policy = 16 * shape.dense / setting.cards
     if adapted:
         policy = setting.number * shape.dense + 16 * shape.adapter * setting.lora_rank
     prm = 16 * shape.adapter * setting.prm_rank
-    if setting.prm_rank and not adapted:
+    if setting.prm_copy:
+        prm = 16 * shape.dense / setting.cards
+    if setting.prm_rank and not adapted and not setting.follows:
         prm += 4 * shape.dense
     if setting.prm_rank and adapted and setting.own_base:
         prm += setting.number * shape.dense
@@ -164,24 +168,28 @@ def checkpoint_size(shape: Shape, setting: Setting) -> float:
     policy = shape.dense * (setting.number + 12)
     if setting.lora_rank:
         policy = 16 * shape.adapter * setting.lora_rank
-    return policy + 16 * shape.adapter * setting.prm_rank
+    prm = shape.dense * (setting.number + 12) if setting.prm_copy else 0
+    return policy + prm + 16 * shape.adapter * setting.prm_rank
 
 
 def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int = 1) -> Setting | None:
     """The setting that fits the memory [bytes] and changes least: gradient checkpointing, fewer
-    tokens at a time (not fewer than the longest sequence has), then an adapter instead of all
-    weights, then more cards. None where none does."""
+    tokens at a time (not fewer than the longest sequence has), then an adapter for the PRM, then
+    one for the policy, then more cards. None where none does."""
     smaller = [n for n in SMALLER if longest <= n < setting.tokens]
     trained = [dict(cards=setting.cards, lora_rank=setting.lora_rank)]
     if not setting.lora_rank:
         trained.append(dict(cards=1, lora_rank=FEWER))
         if gpu and setting.cards < MORE:
             trained.append(dict(cards=MORE, lora_rank=0))
+    prms = [{}]
+    if setting.prm_copy:
+        prms.append(dict(prm_copy=False, prm_rank=FEWER, follows=True))
     recomputes = (False, True) if not setting.recompute else (True,)
-    for who, tokens, recompute in itertools.product(
-        trained, [setting.tokens, *smaller], recomputes
+    for who, prm, tokens, recompute in itertools.product(
+        trained, prms, [setting.tokens, *smaller], recomputes
     ):
-        other = replace(setting, tokens=tokens, recompute=recompute, **who)
+        other = replace(setting, tokens=tokens, recompute=recompute, **who, **prm)
         if needed(shape, other, gpu) <= memory:
             return other
     return None
@@ -194,6 +202,8 @@ def flags_for(setting: Setting, before: Setting) -> str:
         flags.append("--gradient-checkpointing")
     if setting.tokens != before.tokens:
         flags.append(f"--micro-batch-tokens {setting.tokens}")
+    if setting.prm_rank != before.prm_rank:
+        flags.append(f"--prm-lora-rank {setting.prm_rank}")
     if setting.lora_rank != before.lora_rank:
         flags.append(f"--policy-lora-rank {setting.lora_rank}")
     if setting.cards != before.cards:
@@ -215,6 +225,8 @@ def setting_of(args, cards: int) -> Setting:
         action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
         lora_rank=args.policy_lora_rank,
         prm_rank=max(ranks),
+        prm_copy=getattr(args, "prm_lora_rank", None) == 0,
+        follows=getattr(args, "prm_follows", False),
         own_base=bool(ranks[1]),
         dtype=run_args.dtype,
         recompute=run_args.gradient_checkpointing,

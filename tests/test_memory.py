@@ -4,6 +4,7 @@ that fit."""
 import os
 
 import runtime.memory
+from runtime.checkpoints import REPLAY
 from runtime.memory import (
     GIB,
     Setting,
@@ -133,9 +134,10 @@ def test_a_run_that_will_not_fit_is_told_with_flags_that_would(capsys, monkeypat
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("warning: memory: an iteration needs about ")
     assert "this card has 79.0" in said
-    assert "--gradient-checkpointing --policy-lora-rank 64 would need" in said
+    assert "--gradient-checkpointing --prm-lora-rank 64 --policy-lora-rank 64 would need" in said
 
-    args.policy_lora_rank, args.run_args.gradient_checkpointing = 64, True
+    args.policy_lora_rank = args.prm_lora_rank = 64
+    args.run_args.gradient_checkpointing = True
     tell_if_too_much(config, args, 1, 79 * GIB)
     assert capsys.readouterr().out == ""
     tell_if_too_much(config, args, 1, 10 * GIB)
@@ -163,17 +165,18 @@ def test_a_run_says_it_before_anything_is_loaded(tmp_path, monkeypatch):
     assert done.stdout.count("warning: memory: an iteration needs about") == 1
 
 
-@pytest.mark.parametrize("rank", (0, 16))
-def test_the_size_of_a_checkpoint_is_predicted(rank, tmp_path):
-    """But for the tokenizer's files and JSON, which do not grow with the model."""
+@pytest.mark.parametrize("rank, prm_rank", ((0, 16), (16, 16), (0, 0)))
+def test_the_size_of_a_checkpoint_is_predicted(rank, prm_rank, tmp_path):
+    """But for the tokenizer's files, JSON and the replay, which do not grow with the model."""
     flags = [*small("istar_sokoban"), "--engine", "hf", "--iterations", 1, "--run-name", "run"]
-    run_main("istar_sokoban", *flags, "--policy-lora-rank", rank, cwd=tmp_path)
+    flags += ["--policy-lora-rank", rank, "--prm-lora-rank", prm_rank]
+    run_main("istar_sokoban", *flags, cwd=tmp_path)
     run, shape = (
         tmp_path / "runs/run",
         shape_of(Qwen3Config.from_pretrained(default_model("istar_sokoban"))),
     )
     files = (run / "checkpoints/000001").rglob("*.safetensors")
-    size = sum(path.stat().st_size for path in files)
-    setting = Setting(1, lora_rank=rank, prm_rank=16, dtype="float32")
+    size = sum(path.stat().st_size for path in files if path.name != REPLAY)
+    setting = Setting(1, lora_rank=rank, prm_rank=prm_rank, prm_copy=not prm_rank, dtype="float32")
     assert size == pytest.approx(checkpoint_size(shape, setting), rel=0.06)
     assert len(rows(run)) == 2
