@@ -25,7 +25,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from envs.sotopia import Sotopia, SotopiaArgs, paired_by
+from envs.sotopia import Sotopia, SotopiaArgs
 from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches, pair_bundles
 from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, engine_weights, following, trainable
@@ -83,7 +83,6 @@ class Args:
     prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     pair_margin: NonNegative = 0.1  # The outcomes of a pair differ by more than this, a goal point.
-    pair_threshold: NonNegative = 0.0  # Goals above this are paired with the rest (paper: 6).
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
 
@@ -445,8 +444,7 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
-        paired = paired_by(batch.outcomes, args.pair_threshold)  # [N]
-        pairs = preference_pairs(paired, batch.group, args.pair_margin)
+        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         rewards = score_steps(prm, batch, old_logprobs, args)  # [S] of episodes new to the PRM
         sides, _ = pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")  # [2P]
         run.log("prm", pair_statistics(sides, batch, pairs))  # pair_accuracy: of pairs new to it
@@ -455,8 +453,7 @@ def main():
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if args.beta else 0):
             past = flatten(groups)  # whole groups, each of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by today's pi_old
-            paired = paired_by(past.outcomes, args.pair_threshold)  # [N]
-            past_pairs = preference_pairs(paired, past.group, args.pair_margin)
+            past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
         run.log("prm", prm.optimizer_stats())
         run.lap("prm")

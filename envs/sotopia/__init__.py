@@ -40,7 +40,6 @@ from envs.sotopia.world import (
     Sotopia,
     SotopiaArgs,
     expert,
-    paired_by,
     parse_action,
     partner_messages,
     partner_words,
@@ -85,5 +84,4 @@ __all__ = [
     "scripted",
     "verdict_schema",
     "visible",
-    "paired_by",
 ]

@@ -310,12 +310,6 @@ class Episode:
         return result
 
 
-def paired_by(outcomes, threshold: float):
-    """What preference pairs compare, [N] from outcomes [N], 0 to 1: these themselves; or with a
-    threshold in goal points, 0 to 10, whether they are above it, 1.0 or 0.0 (the paper: 6)."""
-    return (10 * outcomes > threshold + 1e-4).float() if threshold else outcomes
-
-
 @dataclass
 class SotopiaArgs:
     """The flags of this world."""
