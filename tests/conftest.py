@@ -182,7 +182,7 @@ def settings(**changes) -> SimpleNamespace:
     """The arguments that the functions of the scripts look at; those of the run are in run_args."""
     run_args = {name: changes.pop(name, value) for name, value in RUN_ARGS.items()}
     defaults = dict(temperature=1.0, max_grad_norm=1e9, minibatches=1, clip=0.2, ratio="step")
-    defaults |= dict(beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_drift_bound=1e9)
+    defaults |= dict(beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_ridge=0.0)
     defaults |= dict(max_action_tokens=8, max_context_tokens=1024, history=0, seed=1)
     return SimpleNamespace(run_args=SimpleNamespace(**run_args), **defaults | changes)
 
