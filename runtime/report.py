@@ -14,7 +14,7 @@ from runtime.terminal import say, warn
 import torch
 
 TERMINAL = (
-    "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/drift".split()
+    "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill".split()
 )
 
 
