@@ -140,10 +140,11 @@ def random_model(seed: int = 0, layers: int = 2):
 
 
 def network(model, optimizer=None, name: str = "policy", dtype: str = "float32"):
-    """The model as a Network; without an optimizer one that trains nothing."""
-    from runtime.networks import Network
+    """The model as a Network; without an optimizer nothing moves what trains now."""
+    from runtime.networks import Network, trainable
 
-    return Network(name, model, optimizer or SimpleNamespace(param_groups=[{"params": []}]), dtype)
+    trained = [{"params": trainable(model) if model else []}]
+    return Network(name, model, optimizer or SimpleNamespace(param_groups=trained), dtype)
 
 
 def random_trajectories(module, seed=0, groups=3, size=4, history=False, longest=5):
