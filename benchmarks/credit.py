@@ -71,7 +71,7 @@ class Measuring:
     them. It stands between main and four of the script's functions."""
 
     def __init__(self, module, with_truth: bool):
-        self.module, self.policy, self.trajectories = module, None, []
+        self.module, self.policy, self.trajectories, self.batch = module, None, [], None
         self.flatten, self.network = module.flatten, module.Network
         self.policy_update = module.policy_update
         module.flatten, module.Network = self.flattening, self.building
@@ -91,7 +91,8 @@ class Measuring:
 
     def flattening(self, trajectories):
         if isinstance(trajectories[0], self.module.Trajectory):  # none of the replay's
-            self.trajectories = trajectories
+            self.trajectories, self.batch = trajectories, self.flatten(trajectories)
+            return self.batch
         return self.flatten(trajectories)
 
     def crediting(self, rewards, *rest):
@@ -103,9 +104,12 @@ class Measuring:
         from runtime.statistics import correlation
 
         began = time.perf_counter()
-        true = self.truth(batch, args)  # [S]
-        seen = ~batch.invalid  # [S]
-        measured = {"advantage_truth": correlation(advantages[seen], true[seen])}
+        true = self.truth(self.batch, args)  # [S]
+        seen, of_steps = ~self.batch.invalid, advantages  # [S]
+        if len(of_steps) != len(seen):  # PRIME's are of tokens: their mean
+            counts = self.batch.token_step.bincount()
+            of_steps = self.module.sum_per_step(advantages, self.batch) / counts
+        measured = {"advantage_truth": correlation(of_steps[seen], true[seen])}
         if self.credit is not None and len(self.credit) == int(seen.sum()):
             measured["credit_truth"] = correlation(self.credit, true[seen])
         measured["seconds"] = time.perf_counter() - began

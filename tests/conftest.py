@@ -140,10 +140,11 @@ def random_model(seed: int = 0, layers: int = 2):
 
 
 def network(model, optimizer=None, name: str = "policy", dtype: str = "float32"):
-    """The model as a Network; without an optimizer one that trains nothing."""
-    from runtime.networks import Network
+    """The model as a Network; without an optimizer nothing moves what trains now."""
+    from runtime.networks import Network, trainable
 
-    return Network(name, model, optimizer or SimpleNamespace(param_groups=[{"params": []}]), dtype)
+    trained = [{"params": trainable(model) if model else []}]
+    return Network(name, model, optimizer or SimpleNamespace(param_groups=trained), dtype)
 
 
 def random_trajectories(module, seed=0, groups=3, size=4, history=False, longest=5):
@@ -183,7 +184,7 @@ def settings(**changes) -> SimpleNamespace:
     """The arguments that the functions of the scripts look at; those of the run are in run_args."""
     run_args = {name: changes.pop(name, value) for name, value in RUN_ARGS.items()}
     defaults = dict(temperature=1.0, max_grad_norm=1e9, minibatches=1, clip=0.2, ratio="step")
-    defaults |= dict(beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_drift_bound=1e9)
+    defaults |= dict(beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_ridge=0.0)
     defaults |= dict(max_action_tokens=8, max_context_tokens=1024, history=0, seed=1)
     return SimpleNamespace(run_args=SimpleNamespace(**run_args), **defaults | changes)
 

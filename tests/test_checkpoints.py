@@ -24,6 +24,7 @@ from runtime import checkpoints
 from runtime.checkpoints import finish_saving, load_checkpoint, save_checkpoint, sum_of
 from runtime.files import append, hash_file, hash_files, write_json
 from runtime.networks import add_adapter, trainable
+from runtime.replay import Replay
 from runtime.tensors import write_tensors
 
 import pytest
@@ -45,7 +46,7 @@ from conftest import (
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_scripts import SMALL, STEPS, differing, rows, small, without_times
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ISTAR = next(script for script in READY if script.startswith("istar_"))
 SETTINGS = Namespace(iterations=100, run_args=Namespace(save_every=1, keep=2, dtype="float32"))
@@ -61,12 +62,12 @@ class Board:
         self.rows.append((step, row))
 
 
-def networks_of(seed: int, layers: int = 2):
-    """A policy and a PRM with moments, as a script has them."""
+def networks_of(seed: int, layers: int = 2, prm: str = "adapter"):
+    """A policy and a PRM with moments, as a script has them; the PRM an adapter or a "model"."""
     networks = []
     for name in ("policy", "prm"):
-        model = random_model(seed, layers)
-        if name == "prm":
+        model = random_model(seed if prm == "adapter" or name == "policy" else seed + 50, layers)
+        if name == "prm" and prm == "adapter":
             model = add_adapter(model, "prm", 4)
         optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
         sum(p.square().sum() for p in trainable(model)).backward()
@@ -89,7 +90,7 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def save(run, networks, iteration, success=None, args=SETTINGS, history=None):
+def save(run, networks, iteration, success=None, args=SETTINGS, history=None, replay=None):
     """A finished iteration: its row and its checkpoint, as main leaves them."""
     rows = history if history is not None else []
     row = {"iteration": iteration, "time/elapsed": 0.0}
@@ -102,7 +103,7 @@ def save(run, networks, iteration, success=None, args=SETTINGS, history=None):
     rows.append(row)
     append(run / "metrics.jsonl", [json.dumps(row)])
     append(run / "episodes.jsonl", [json.dumps({"iteration": iteration, "task": 1})])
-    save_checkpoint(run, rows, networks, AutoTokenizer.from_pretrained(TINY), args)
+    save_checkpoint(run, rows, networks, AutoTokenizer.from_pretrained(TINY), args, replay)
     finish_saving()
     return rows
 
@@ -232,6 +233,41 @@ def test_the_last_ones_and_the_best_are_kept(run):
     for iteration in range(7, 10):
         save(run, networks_of(1), iteration, 0.9 if iteration == 8 else None, sparse, history)
     assert names(run) == ["000008"]  # 7 and 9 are not due; 8 is the best
+
+
+def replay_of(seed: int) -> Replay:
+    """What a PRM learns from again after so many iterations."""
+    replay, module = Replay(5), load(ISTAR)
+    for each in range(seed):
+        replay.add(random_trajectories(module, each), [(1, 0), (9, 8)])
+    return replay
+
+
+def test_a_prm_that_is_a_model_and_its_replay_are_brought_back(run):
+    """The PRM's directory is a model that transformers reads."""
+    first, second = networks_of(1, prm="model"), networks_of(2, prm="model")
+    history = save(run, first, 1, replay=replay_of(1))
+    save(run, second, 2, history=history, replay=replay_of(2))
+    networks, replay = networks_of(3, prm="model"), Replay(5)
+    assert load_checkpoint(run, networks, replay)[0] == 2
+    assert same(parameters_of(networks), parameters_of(second))
+    assert replay.groups == replay_of(2).groups and replay.number == 4
+    kept = AutoModelForCausalLM.from_pretrained(run / "prm")
+    assert same([*kept.parameters()], [*second[1].model.parameters()])
+    assert not same([*kept.parameters()], [*second[0].model.parameters()])
+
+
+@pytest.mark.parametrize("how", ("missing", "empty", "truncated", "bit", "foreign"))
+@pytest.mark.parametrize("name", ("replay.safetensors", "prm/model.safetensors"))
+def test_a_damaged_replay_costs_its_checkpoint_too(run, how, name, capsys):
+    history = save(run, networks_of(1, prm="model"), 1, replay=replay_of(1))
+    save(run, networks_of(2, prm="model"), 2, history=history, replay=replay_of(2))
+    damage(run / "checkpoints/000002" / name, how)
+    replay = Replay(5)
+    assert load_checkpoint(run, networks_of(3, prm="model"), replay)[0] == 1
+    assert replay.groups == replay_of(1).groups and replay.number == 2
+    assert f"000002/{name}" in capsys.readouterr().out
+    assert names(run) == ["000001", "000002.damaged"]
 
 
 def damage(path: Path, how: str) -> None:
@@ -410,6 +446,7 @@ def updated(kind, home, factor=1.0, **changes):
     elif kind == "prm":
         pairs = module.preference_pairs(batch.outcomes, batch.group)
         stats = module.prm_update(learner, batch, per_token, pairs, args)
+        stats |= learner.optimizer_stats()
     elif kind == "cross-entropy":
         owner = batch.step_traj[batch.token_step]
         stats = module.cross_entropy_update(learner, batch, per_token, owner, batch.outcomes, args)

@@ -14,7 +14,7 @@ import sys
 
 from runtime.batching import batch_logprobs
 from runtime.engines import HfEngine, VllmEngine
-from runtime.networks import add_adapter
+from runtime.networks import add_adapter, compute_with
 
 import pytest
 import torch
@@ -44,6 +44,7 @@ def adapted(model, *names: str):
     """The model with adapters of these names, computing with the policy's and training it."""
     for name in names:
         model = add_adapter(model, name, 4)
+    model.set_adapter("policy")
     return network(model).activate()
 
 
@@ -101,6 +102,28 @@ def test_hf_engine_with_a_lora_policy():
         engine.load(model)
         assert gap(engine, model, args, contexts_of(model)) < 1e-3
     assert gap(engine, tiny(), args, contexts_of(model)) > 1e-2  # the adapter is not idle
+
+
+@pytest.mark.parametrize("lora", (False, True))
+def test_hf_engine_samples_from_the_policy_whatever_its_weights_were_used_for(lora):
+    """A PRM's adapter stands on the policy's own weights and has just been computed with."""
+    policy = adapted(tiny(), "policy") if lora else tiny()
+    phi = add_adapter(policy, "prm", 4)
+    for name, parameter in phi.named_parameters():
+        if ".prm." in name and "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    args = settings()
+    engine = HfEngine(str(TINY), [STOP], args)
+    engine.load(policy)
+    contexts = contexts_of(policy)
+    compute_with(phi, ("policy", "prm"))
+    samples = [*zip(contexts, engine.generate(contexts, args.temperature))]
+    assert gap_of(policy, args, samples) < 1e-3
+    assert gap_of(tiny(), args, samples) < 1e-3  # nothing has moved the policy
+    compute_with(phi, ("policy", "prm"))
+    with_prm = phi(input_ids=torch.tensor([contexts[0]])).logits
+    compute_with(phi, ("policy",))
+    assert (phi(input_ids=torch.tensor([contexts[0]])).logits - with_prm).abs().max() > 0.1
 
 
 def test_hf_engine_samples_the_whole_softmax():

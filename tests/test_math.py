@@ -365,18 +365,67 @@ def test_main_gives_the_policy_the_advantages_of_its_baseline(module, seed, kind
             assert ours.double().std().item() == pytest.approx(1, abs=1e-5)
 
 
+class Told:
+    """What the paragraph asks of a run and tells it: of the last two iterations 30 pairs of 40 were
+    ranked right, so credit is trusted by a half."""
+
+    past = {"prm/pair_accuracy": [0.9, 0.6], "prm/pairs": [20, 20]}
+
+    def __init__(self):
+        self.row = {}
+
+    def recent(self, name):
+        return self.past[name]
+
+    def log(self, kind, values):
+        self.row |= {f"{kind}/{name}": value for name, value in values.items()}
+
+
 @pytest.mark.parametrize("module", ESTIMATED, indirect=True)
 @pytest.mark.parametrize("estimator, alpha", product(("rloo", "grpo", "reinforce++"), (0.0, 0.7)))
-def test_main_adds_alpha_times_the_step_advantages(module, estimator, alpha):
+@pytest.mark.parametrize(
+    "floor, skilled, all_credited", [(0.0, False, True), (1.0, True, False), (0.8, True, True)]
+)
+def test_main_adds_alpha_times_the_step_advantages(
+    module, estimator, alpha, floor, skilled, all_credited
+):
+    """A^S over the steps that have credit, whose std in a group is at least a share of that in the
+    batch; its weight is alpha times the PRM's skill."""
     arrays, batch = episode_case(0, "scores")
-    outcomes, group, step_traj, _ = arrays
+    outcomes, group, step_traj, invalid = arrays
     rewards = np.random.default_rng(1).normal(scale=0.5, size=len(step_traj))
-    args = SimpleNamespace(estimator=estimator, alpha=alpha)
-    args.invalid_penalty, args.step_std_floor = 0.1, 0.3
-    ours = advantages_of_main(module, batch=batch, args=args, rewards=torch.tensor(rewards).float())
+    rewards[group[step_traj] == 0] *= 0.1  # a group whose std is below the floor
+    args = SimpleNamespace(estimator=estimator, alpha=alpha, invalid_penalty=0.1)
+    args.step_std_floor, args.prm_skill, args.credit_invalid = floor, skilled, all_credited
+    run = Told()
+    given = dict(batch=batch, args=args, run=run, rewards=torch.tensor(rewards).float())
+    ours = advantages_of_main(module, **given)
+
+    credited = np.ones_like(invalid) if all_credited else ~invalid
+    of_steps, step_group = np.zeros(len(step_traj)), group[step_traj]
+    known = rewards[credited]
+    least = floor * math.sqrt(mean([(r - mean(known)) ** 2 for r in known]))
+    of_steps[credited] = numpy_grpo(known, step_group[credited], least)
+    assert np.any(of_steps[invalid]) == all_credited
+    floored = [r for r, g in zip(known, step_group[credited]) if g == 0]
+    assert (std(floored) < least) == (floor > 0)
+    assert run.row == {"prm/skill": pytest.approx(0.5)}
+    weight = alpha * (0.5 if skilled else 1.0)
     of_episodes = numpy_episode(estimator, *arrays, 0.1)
-    of_steps = numpy_grpo(rewards, group[step_traj], 0.3)
-    close(ours, [e + alpha * s for e, s in zip(of_episodes, of_steps)], 1e-4)
+    close(ours, [e + weight * s for e, s in zip(of_episodes, of_steps)], 1e-4)
+
+
+@pytest.mark.parametrize("module", ESTIMATED, indirect=True)
+def test_main_takes_a_batch_without_a_step_that_has_credit(module):
+    """Every answer invalid: nothing but the episode's advantage, and no NaN."""
+    arrays, batch = episode_case(0, "scores")
+    batch.invalid = torch.ones_like(batch.invalid)
+    args = SimpleNamespace(estimator="rloo", alpha=1.0, invalid_penalty=0.1)
+    args.step_std_floor, args.prm_skill, args.credit_invalid = 1.0, False, False
+    rewards = torch.randn(len(batch.step_traj))
+    ours = advantages_of_main(module, batch=batch, args=args, run=Told(), rewards=rewards)
+    expected = numpy_episode("rloo", *arrays[:3], np.ones_like(arrays[3]), 0.1)
+    close(ours, expected, 1e-4)
 
 
 @over_scripts("anchor_advantages", "main")

@@ -323,7 +323,7 @@ def test_the_gradient_of_dpo_is_autograd_s():
     prm = add_adapter(model, "prm", 4)
     move(prm, 3)
     optimizer = torch.optim.SGD(trainable(prm), 0.0)
-    args = settings(max_grad_norm=1e9, prm_drift_bound=1e9)
+    args = settings(max_grad_norm=1e9)
     batch = batch_of(answered(chat, contexts_of(chat)))
     pairs = module.preference_pairs(batch.outcomes, batch.group)
     old = torch.randn(len(batch.token_step))

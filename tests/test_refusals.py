@@ -140,7 +140,7 @@ def test_right_input_is_not_refused(script, directory, no_models):
 
 @pytest.mark.parametrize("script", READY)
 def test_every_switch_of_a_script_is_read_as_a_sweep_writes_it(script, monkeypatch):
-    """Those of the page, of the run and of the world: --mixed_groups_only=False."""
+    """Those of the page, of the run and of the world: --prm_skill=False."""
     args = load(script).Args()
     switches = set()
     for part in (args, args.world, args.run_args):

@@ -169,7 +169,7 @@ def test_the_agents_run_has_the_arguments_of_the_runners(tmp_path, monkeypatch):
     """Booleans and a list included; and the agent's run is tracked without --track."""
     values = {"iterations": 1, "tasks_per_iteration": 2, "group_size": 2, "eval_tasks": 2}
     values |= {"eval_samples": 1, "max_steps": 2, "engine": "hf", "alpha": 1e-05, "seed": 3}
-    values |= {"equal_length_pairs": False, "mixed_groups_only": True, "save_every": 2}
+    values |= {"equal_length_pairs": False, "prm_skill": True, "save_every": 2}
     values |= {"override": ["seed", "clip"], "resume": "auto"}  # which --override needs
     body = {"program": "istar_sokoban.py", "method": "grid", "metric": {"name": "eval/success"}}
     body["parameters"] = {name: {"values": [value]} for name, value in values.items()}

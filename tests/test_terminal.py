@@ -46,7 +46,8 @@ def start(script, *flags, **streams):
 
 
 def test_a_line_of_an_iteration_has_the_time_left(capsys):
-    row = {"iteration": 7, "time/elapsed": 61.4, "train/success": 0.5, "prm/drift": None}
+    row = {"iteration": 7, "time/elapsed": 61.4, "train/success": 0.5}
+    row |= {"prm/pair_accuracy": None, "prm/loss": 0.7}
     show(row, 138.0)
     show(row | {"iteration": 80}, None)
     assert capsys.readouterr().out.splitlines() == [
