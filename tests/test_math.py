@@ -383,32 +383,22 @@ class Told:
 
 @pytest.mark.parametrize("module", ESTIMATED, indirect=True)
 @pytest.mark.parametrize("estimator, alpha", product(("rloo", "grpo", "reinforce++"), (0.0, 0.7)))
-@pytest.mark.parametrize(
-    "floor, skilled, all_credited", [(0.0, False, True), (1.0, True, False), (0.8, True, True)]
-)
-def test_main_adds_alpha_times_the_step_advantages(
-    module, estimator, alpha, floor, skilled, all_credited
-):
-    """A^S over the steps that have credit, whose std in a group is at least a share of that in the
-    batch; its weight is alpha times the PRM's skill."""
+@pytest.mark.parametrize("skilled, all_credited", [(False, True), (True, False), (True, True)])
+def test_main_adds_alpha_times_the_step_advantages(module, estimator, alpha, skilled, all_credited):
+    """A^S over the steps that have credit; its weight is alpha times the PRM's skill."""
     arrays, batch = episode_case(0, "scores")
     outcomes, group, step_traj, invalid = arrays
     rewards = np.random.default_rng(1).normal(scale=0.5, size=len(step_traj))
-    rewards[group[step_traj] == 0] *= 0.1  # a group whose std is below the floor
     args = SimpleNamespace(estimator=estimator, alpha=alpha, invalid_penalty=0.1)
-    args.step_std_floor, args.prm_skill, args.credit_invalid = floor, skilled, all_credited
+    args.prm_skill, args.credit_invalid = skilled, all_credited
     run = Told()
     given = dict(batch=batch, args=args, run=run, rewards=torch.tensor(rewards).float())
     ours = advantages_of_main(module, **given)
 
     credited = np.ones_like(invalid) if all_credited else ~invalid
     of_steps, step_group = np.zeros(len(step_traj)), group[step_traj]
-    known = rewards[credited]
-    least = floor * math.sqrt(mean([(r - mean(known)) ** 2 for r in known]))
-    of_steps[credited] = numpy_grpo(known, step_group[credited], least)
+    of_steps[credited] = numpy_grpo(rewards[credited], step_group[credited])
     assert np.any(of_steps[invalid]) == all_credited
-    floored = [r for r, g in zip(known, step_group[credited]) if g == 0]
-    assert (std(floored) < least) == (floor > 0)
     assert run.row == {"prm/skill": pytest.approx(0.5)}
     weight = alpha * (0.5 if skilled else 1.0)
     of_episodes = numpy_episode(estimator, *arrays, 0.1)
@@ -421,7 +411,7 @@ def test_main_takes_a_batch_without_a_step_that_has_credit(module):
     arrays, batch = episode_case(0, "scores")
     batch.invalid = torch.ones_like(batch.invalid)
     args = SimpleNamespace(estimator="rloo", alpha=1.0, invalid_penalty=0.1)
-    args.step_std_floor, args.prm_skill, args.credit_invalid = 1.0, False, False
+    args.prm_skill, args.credit_invalid = False, False
     rewards = torch.randn(len(batch.step_traj))
     ours = advantages_of_main(module, batch=batch, args=args, run=Told(), rewards=rewards)
     expected = numpy_episode("rloo", *arrays[:3], np.ones_like(arrays[3]), 0.1)

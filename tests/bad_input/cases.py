@@ -983,10 +983,10 @@ rloo_sokoban --tasks-per-iteration=10001 --processes=2 --top-p=0.9 --clip= --see
 rloo_sokoban --policy-lora-rank=65 --engine-memory=100000 --max-steps=99999999999
 istar_sokoban --prm-lora-rank=10000000 --max-action-tokens=1024 --override=clip --resume=x
 istar_sokoban --pair-margin=nan --pair-margin=-1 --alpha=inf --alpha=nan --alpha=-1 --beta=nan
-istar_sokoban --beta=-0.05 --step-std-floor=nan --step-std-floor=-1 --prm-ridge=nan
+istar_sokoban --beta=-0.05 --step-std-floor=0.1 --prm-drift-bound=1 --prm-ridge=nan
 istar_sokoban --prm-ridge=-1 --prm-ridge=inf --prm-replay=-1 --prm-replay=1.5 --prm-steps=-1
 istar_sokoban --prm-learning-rate=inf --prm-lora-rank=-1 --estimator=best --prm-follows=never
-istar_sokoban --prm-skill=0.5 --credit-invalid=maybe --step-std-floor=inf
+istar_sokoban --prm-skill=0.5 --credit-invalid=maybe
 gigpo_sokoban --step-gamma=1.1 --step-gamma=nan --step-weight=-1 --step-norm=max
 graphgpo_sokoban --distance-discount=1.1 --distance-discount=nan --step-weight=-1
 dpo_webshop --beta=-1 --beta=nan --pair-margin=-1 --minibatches=0 --clip=0.2 --ratio=step
