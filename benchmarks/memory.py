@@ -32,7 +32,7 @@ SEEING = {  # the language side of Qwen2.5-VL
 TOWER = SimpleNamespace(hidden=1280, inner=3420, layers=32, patch=3 * 2 * 14 * 14, merge=2)
 PICTURE_SHARE = 0.25  # of a context's tokens, those that stand for pictures
 CARDS = (24, 48, 80, 141)  # GiB of an RTX 4090, an L40S, an A100 or H100, an H200
-PRM_RANK = 16
+PRM_RANK = 16  # --prm-lora-rank; the default of the scripts is a full copy
 GIB = 2**30
 
 
