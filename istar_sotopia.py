@@ -76,11 +76,10 @@ class Args:
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
     prm_follows: bool = True  # The PRM is moved as far as the policy moves (paper: no).
-    prm_steps: Natural = 2  # Optimiser steps of the PRM per iteration (paper: 1).
+    prm_steps: Natural = 2  # Optimiser steps of the PRM per iteration, on its groups in turn.
     prm_replay: Natural = 256  # Past groups that the PRM learns from; 0: this iteration's (paper).
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
-    step_std_floor: NonNegative = 1.0  # Floor of A^S's std, in stds of the batch (paper: 0).
     prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     pair_margin: NonNegative = 0.1  # The outcomes of a pair differ by more than this, a goal point.
@@ -451,8 +450,8 @@ def main():
         run.log("prm", pair_statistics(sides, batch, pairs))  # pair_accuracy: of pairs new to it
 
         replay.add(trajectories, pairs)
-        for _ in range(args.prm_steps if replay.groups and args.beta else 0):
-            past = flatten(replay.draw(args.tasks_per_iteration))  # whole groups, each of one time
+        for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if args.beta else 0):
+            past = flatten(groups)  # whole groups, each of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by today's pi_old
             past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
@@ -466,9 +465,8 @@ def main():
         run.log("prm", {"skill": trust})
         alpha = args.alpha * (trust if args.prm_skill else 1.0)
         credited = ~batch.invalid | args.credit_invalid  # [S] what is rare moves with any change
-        floor = args.step_std_floor * rewards[credited].std(unbiased=False).item()
         step_adv = torch.zeros_like(rewards)  # [S]
-        step_adv[credited] = step_advantages(rewards[credited], step_group[credited], floor)
+        step_adv[credited] = step_advantages(rewards[credited], step_group[credited])
         advantages = episode_adv + alpha * step_adv  # [S]
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------

@@ -31,6 +31,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from intervals import student
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
@@ -41,7 +44,6 @@ FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
 --max-context-tokens 512 --tasks-per-iteration 4 --iterations 60 --learning-rate 1.5e-4
 --lr-halving inf --ratio step --eval-every 20 --eval-tasks 256 --eval-samples 1
 --eval-temperature 1 --save-every 20 --engine hf"""
-T_95 = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201]
 
 
 # ------------ a run, in a process of its own ------------
@@ -218,13 +220,13 @@ def run_row(row: str, seed: int, directory: Path) -> list[dict]:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """(mean, half width of the 95 % t interval over seeds; nan for one)."""
+    """(mean, half of its 95 % interval over seeds, by Student's t; nan for one)."""
     n = len(values)
     mean = sum(values) / n
     if n == 1:
         return mean, math.nan
     variance = sum((x - mean) ** 2 for x in values) / (n - 1)
-    return mean, T_95[min(n - 2, len(T_95) - 1)] * math.sqrt(variance / n)
+    return mean, student(n - 1) * math.sqrt(variance / n)
 
 
 def shown(values: list[float]) -> str:
@@ -235,8 +237,8 @@ def shown(values: list[float]) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: success by iteration, what the credit had to do with the truth, seconds, and the
-    difference to the first row, paired by seed."""
+    """Markdown: success by iteration; the difference to the first row, paired by seed, and its
+    share of the truth's; what the credit had to do with the truth; seconds."""
     names = list(dict.fromkeys(row["row"] for row in rows))
     at = {(row["row"], row["seed"], row["iteration"]): row for row in rows}
     iterations = sorted({row["iteration"] for row in rows})
@@ -260,13 +262,17 @@ def table(rows: list[dict]) -> str:
         return [sum(values) / len(values) for values in of_seed if values]
 
     titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
-    titles += [f"less {names[0]}'s at {last}", "A with truth", "A^S with truth", "fresh pairs"]
+    titles += [f"more than {names[0]}", "of the way", "A with truth", "A^S with truth"]
+    titles += ["fresh pairs"]
     titles += ["skill", "seconds an iteration"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for name in names:
         cells = [f"`{name}`", str(len(column(name, last, "success")))]
         cells += [shown(column(name, i, "success")) for i in iterations]
-        cells.append("" if name == names[0] else shown(difference(name, names[0])))
+        gain = difference(name, names[0])
+        ceiling = difference("truth", names[0]) if "truth" in names else []
+        cells.append("" if name == names[0] else shown(gain))
+        cells.append(f"{sum(gain) / len(gain) / interval(ceiling)[0]:.2f}" if ceiling else "")
         keys = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
         cells += [shown(measured(name, key)) for key in keys]
         cells.append(shown([s / last for s in column(name, last, "seconds")]))

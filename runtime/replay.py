@@ -54,10 +54,12 @@ class Replay:
         if self.most:
             del self.groups[: -self.most]
 
-    def draw(self, number: int) -> list[PastTrajectory]:
-        """The trajectories of so many groups, or of all that there are, drawn by lot."""
+    def draw(self, number: int, parts: int) -> list[list[PastTrajectory]]:
+        """The trajectories of so many groups, or of all that there are, drawn by lot and dealt into
+        so many parts of whole groups; into fewer where there are not as many groups."""
         drawn = random.sample(self.groups, min(number, len(self.groups)))
-        return [t for group in drawn for t in group]
+        dealt = [drawn[part::parts] for part in range(min(parts, len(drawn)))]
+        return [[t for group in part for t in group] for part in dealt]
 
     # ------------ checkpoints ------------
 

@@ -17,6 +17,7 @@ Nothing here changes what is learnt.
 import contextlib
 import fcntl
 import functools
+import math
 import os
 import random
 import shutil
@@ -262,7 +263,8 @@ class Run:
             self.row |= {"time/total": total, "time/elapsed": elapsed}
             self.row["engine/restarts"] = self.engine.restarts
         if trajectories and self.networks:
-            clip, kind = self.args.clip, self.args.ratio
+            clip = getattr(self.args, "clip", math.inf)  # DPO clips nothing
+            kind = getattr(self.args, "ratio", "step")
             columns |= report.step_ratios(trajectories, self.networks[0], kind, clip)
         self.rows.append(self.row)
         if processes.rank() == 0:

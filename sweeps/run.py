@@ -415,11 +415,15 @@ def half_width(values: list[float]) -> float | None:
     """Half of the 95 % interval of a mean, by Student's t; None of one value."""
     if len(values) < 2:
         return None
-    free, z = len(values) - 1, 1.95996
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    if free <= len(T):
-        t = T[free - 1]
-    return t * statistics.stdev(values) / len(values) ** 0.5
+    return student(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+
+
+def student(free: float) -> float:
+    """The 97.5 % quantile of Student's t; up to 10 degrees of freedom a fraction does not count."""
+    if free < len(T) + 1:
+        return T[int(free) - 1]
+    z = 1.95996
+    return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
 
 
 def summary(results: list[dict], goal: str) -> list[dict]:

@@ -24,9 +24,12 @@ from typing import NamedTuple
 TRAINER = ("data", "rollout", "policy")
 CONVERSATION = ("data", "conversation rollout", "policy")
 SCRIPTS = {
+    "dpo_webshop.py": ("data", "rollout"),
     "gigpo_sokoban.py": TRAINER,
     "gigpo_visual_sokoban.py": TRAINER,
     "gigpo_webshop.py": TRAINER,
+    "graphgpo_sokoban.py": TRAINER,
+    "graphgpo_webshop.py": TRAINER,
     "grpo_sokoban.py": TRAINER,
     "grpo_sotopia.py": CONVERSATION,
     "grpo_visual_sokoban.py": TRAINER,
@@ -39,9 +42,11 @@ SCRIPTS = {
     "ppo_webshop.py": TRAINER,
     "prime_webshop.py": TRAINER,
     "reinforce_pp_sokoban.py": TRAINER,
+    "reinforce_pp_sotopia.py": CONVERSATION,
     "reinforce_pp_visual_sokoban.py": TRAINER,
     "reinforce_pp_webshop.py": TRAINER,
     "rloo_sokoban.py": TRAINER,
+    "rloo_sotopia.py": CONVERSATION,
     "rloo_visual_sokoban.py": TRAINER,
     "rloo_webshop.py": TRAINER,
     "warm_start.py": ("data", "rollout"),

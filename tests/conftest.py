@@ -48,7 +48,7 @@ def scripts_with(*names: str) -> list[str]:
     return [script for script in texts if defines[script] >= set(names)]
 
 
-TRAINERS = scripts_with("policy_update", "main")
+TRAINERS = [script for script in scripts_with("flatten", "main") if script != "warm_start"]
 # evaluation tasks of an environment
 PANEL = {"visual_sokoban": 128, "sokoban": 128, "webshop": 500, "sotopia": 128}
 

@@ -58,7 +58,13 @@ def main(script: str, out: str | Path) -> None:
     old = batch_logprobs(policy, batch, args)
     old = old - 0.1 * torch.rand(len(old), generator=draw)  # ratios that are not 1
     moved["old"] = old
-    note("policy", weights, module.policy_update, policy, batch, old, advantages)
+    pairs = []
+    if hasattr(module, "preference_pairs"):
+        pairs = module.preference_pairs(batch.outcomes, batch.group)
+    if hasattr(module, "policy_update"):
+        note("policy", weights, module.policy_update, policy, batch, old, advantages)
+    if hasattr(module, "dpo_update"):
+        note("policy", weights, module.dpo_update, policy, batch, old, pairs)
 
     prm, weights = trains("prm", add_adapter(build(1), "prm", 4))
     for seed, (key, parameter) in enumerate(prm.model.named_parameters()):
@@ -66,7 +72,6 @@ def main(script: str, out: str | Path) -> None:
             noise = torch.Generator().manual_seed(seed)
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=noise)
     if hasattr(module, "prm_update"):
-        pairs = module.preference_pairs(batch.outcomes, batch.group)
         note("prm", weights, module.prm_update, prm, batch, old, pairs)
     if hasattr(module, "cross_entropy_update"):
         log_ratios = batch_logprobs(prm, batch, args) - old

@@ -430,6 +430,55 @@ def test_cross_entropy_gradient_equals_autograd_for_any_micro_batch(script, per_
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
+@history((False, True))
+@with_names("dpo_update")
+def test_dpo_of_the_policy_equals_autograd_for_any_micro_batch(script, history):
+    module = load(script)
+    policy = captured(random_model(1))
+    trajectories = random_trajectories(module, groups=4, history=history)
+    for trajectory in trajectories[4:8]:
+        trajectory.outcome = 1.0  # a group of one outcome stands in no pair
+    batch, args = module.flatten(trajectories), settings(beta=0.7)
+    old = old_logprobs_of(batch, args)
+    pairs = module.preference_pairs(batch.outcomes, batch.group)
+
+    flat_old, sums, seen = iter(old.tolist()), [], []
+    for steps in plain_logprobs(policy.model, trajectories):
+        ratios = [token - next(flat_old) for step in steps for token in step]
+        sums.append(sum(ratios))
+        seen += [ratio.item() for ratio in ratios if len(sums) - 1 in {*sum(pairs, ())}]
+    losses = [torch.log1p(torch.exp(-0.7 * (sums[won] - sums[lost]))) for won, lost in pairs]
+    loss = sum(losses) / len(losses)
+    expected = gradient_of(loss, policy.model)
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        stats = module.dpo_update(policy, batch, old, pairs, args)
+        assert_same(policy.optimizer.gradient, expected)
+        assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert stats["ratio"] == pytest.approx(sum(map(math.exp, seen)) / len(seen), rel=1e-4)
+        assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+        assert stats["pair_accuracy"] is None  # of one step, whose margins say nothing
+
+
+@with_names("dpo_update")
+def test_dpo_of_the_policy_learns_a_planted_difference(script):
+    """Successes say 7, failures 8. The margins are those of groups that no step has had before;
+    without pairs nothing moves."""
+    module, model = load(script), random_model(0)
+    policy = network(model, torch.optim.AdamW(trainable(model), lr=3e-3))
+    args = settings(minibatches=4, beta=0.5)
+    batches = [module.flatten(plant(random_trajectories(module, s, groups=8))) for s in range(8)]
+    for batch in batches:
+        old = batch_logprobs(policy, batch, args)
+        pairs = module.preference_pairs(batch.outcomes, batch.group)
+        stats = module.dpo_update(policy, batch, old, pairs, args)
+    assert stats["pair_accuracy"] > 0.9 and stats["margin"] > 0 and stats["approx_kl"] > 0
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    stats = module.dpo_update(policy, batch, old, [], args)
+    assert all(torch.equal(*both) for both in zip(before, model.parameters()))
+    assert stats["loss"] == stats["grad_norm"] == stats["approx_kl"] == 0
+
+
 @with_names("cross_entropy_update")
 def test_cross_entropy_learns_a_planted_difference(script):
     """Successes say 7, failures 8: outcomes never learnt from are told apart, and only the adapter

@@ -146,6 +146,26 @@ def test_pair_log_ratios_keeps_small_sums_after_long_ones(module):
     close(sides, [1e-3, 1e-3], 1e-6)
 
 
+@over_scripts("pair_advantages")
+@pytest.mark.parametrize("seed, kind", product(SEEDS, KINDS))
+def test_pair_advantages(module, seed, kind):
+    """Pairs won less pairs lost, counted; of outcomes 0 and 1 it is RLOO's advantage."""
+    outcomes, group, _ = flat(seed, kind)
+    if kind == "binary":
+        outcomes = outcomes.round()
+    expected = []
+    for own, mine in zip(outcomes, group):
+        others = outcomes[group == mine]
+        won, lost = (others < own - 1e-5).sum(), (others > own + 1e-5).sum()
+        expected.append((won - lost) / max(1, len(others) - 1))
+    outcomes, group = tensors(outcomes, group)
+    ours = module.pair_advantages(module.preference_pairs(outcomes, group), group)
+    close(ours, expected)
+    if kind == "binary":
+        close(ours, numpy_rloo(outcomes.tolist(), group.tolist()))
+    assert not module.pair_advantages([], group).any()
+
+
 @over_scripts("step_rewards")
 def test_step_rewards(module):
     prm, old = np.random.default_rng(0).normal(size=(2, 30))
@@ -470,6 +490,106 @@ def test_episodes_of_one_step_make_step_and_episode_advantage_agree(module, seed
     returns = module.discounted_returns(outcomes, step_traj, 0.95)
     ours = module.anchor_advantages(returns, anchor, "mean-std")
     assert torch.equal(ours, module.grpo_advantages(outcomes, group)) and ours.abs().max() > 0.5
+
+
+# ------------ GraphGPO: distances to the goal ------------
+
+
+def solved_walks(module, seed: int, share: float):
+    """Walks, of which so many end in success; with the states before the first steps."""
+    trajectories, first = walks(module, seed)
+    rng = np.random.default_rng(seed)
+    for t in trajectories:
+        t.success = bool(rng.random() < share)
+    return trajectories, first
+
+
+def plain_distances(trajectories, first) -> list[float]:
+    """Steps from the state after each step to the goal, by relaxing every edge until nothing
+    changes; all trajectories of a task make its graph."""
+    distances = []
+    for t in trajectories:
+        edges = []
+        for other in trajectories:
+            if other.task == t.task:
+                states = [first[t.task], *(step.anchor for step in other.steps)]
+                states[-1] = "the goal" if other.success else states[-1]
+                edges += zip(states, states[1:])
+        far = {state: math.inf for edge in edges for state in edge} | {"the goal": 0.0}
+        for _ in far:
+            for start, end in edges:
+                far[start] = min(far[start], far[end] + 1)
+        beyond = max(d for d in far.values() if d < math.inf) + 1
+        states = [step.anchor for step in t.steps]
+        states[-1] = "the goal" if t.success else states[-1]
+        distances += [min(far[state], beyond) for state in states]
+    return distances
+
+
+@over_scripts("goal_distances")
+@pytest.mark.parametrize("seed, share", product(SEEDS, (0.0, 0.4)))
+def test_goal_distances(module, seed, share):
+    trajectories, first = solved_walks(module, seed, share)
+    ours = module.goal_distances(trajectories, first)
+    close(ours, plain_distances(trajectories, first))
+    assert bool((ours == 0).any()) == any(t.success for t in trajectories)
+
+
+@over_scripts("goal_distances")
+def test_a_failures_steps_towards_the_goal_are_credited(module):
+    """a -> b -> goal succeeds; a -> b -> c fails after the same good first step; a -> d is far."""
+
+    def walk(states, success):
+        steps = [module.Step("", "", True, anchor=state) for state in states]
+        return module.Trajectory(1, steps=steps, success=success)
+
+    trajectories = [walk("bz", True), walk("bc", False), walk("dc", False)]
+    distances = module.goal_distances(trajectories, {1: "a"})
+    assert distances.tolist() == [1, 0, 1, 3, 3, 3]
+    anchor = module.anchor_groups(trajectories, {1: "a"})
+    credit = module.grpo_advantages(module.distance_rewards(distances, anchor, 0.5), anchor)
+    assert credit[0] == credit[2] > 0 > credit[4] and credit[1] > 0 > credit[3] and credit[5] == 0
+
+
+@over_scripts("distance_rewards")
+@pytest.mark.parametrize("seed, omega", product(SEEDS, (0.1, 0.9)))
+def test_distance_rewards_are_credited_as_the_papers(module, seed, omega):
+    """r_succ * omega^(d + 1) but for a factor of each group, so A^S is the same; and still there
+    where that power is no float any more."""
+    rng = np.random.default_rng(seed)
+    anchor = rng.permutation([0] * 7 + [1] + [2] * 3 + [3] * 2)
+    distances = rng.integers(0, 5, len(anchor)).astype(np.float64)
+    rewards = 10 * omega ** (distances + 1)
+    expected = numpy_grpo(rewards, anchor)
+    for beyond in (0, 400):
+        of_states, group = tensors(distances + beyond, anchor)
+        ours = module.distance_rewards(of_states, group, omega)
+        close(module.grpo_advantages(ours, group), expected, 1e-4)
+
+
+@over_scripts("goal_distances", "main")
+@pytest.mark.parametrize("weight", (0.0, 0.5))
+def test_main_adds_the_advantages_of_distances(module, weight):
+    rng = np.random.default_rng(5)
+    trajectories, first = solved_walks(module, 5, 0.4)
+    outcomes = np.array([float(t.success) for t in trajectories])
+    group = np.array([t.task for t in trajectories])
+    step_traj = np.repeat(np.arange(len(trajectories)), [len(t.steps) for t in trajectories])
+    invalid = rng.random(len(step_traj)) < 0.3
+    arrays = (outcomes, group, step_traj, invalid)
+    states = [state for t in trajectories for state in taken_in(t, first)]
+    numbers = np.array([states.index(state) for state in states])
+    rewards = np.array([0.1 ** (1 + d) for d in plain_distances(trajectories, first)])
+    expected = np.array(numpy_episode("grpo", *arrays, 0.1))
+    expected = expected + weight * np.array(numpy_grpo(rewards, numbers))
+
+    names = "outcomes", "group", "step_traj", "invalid"
+    batch = SimpleNamespace(**dict(zip(names, tensors(*arrays))))
+    args = SimpleNamespace(invalid_penalty=0.1, step_weight=weight, distance_discount=0.1)
+    env = SimpleNamespace(reset=lambda task: SimpleNamespace(anchor=first[task]))
+    run = SimpleNamespace(log=lambda kind, values: None)
+    given = dict(batch=batch, args=args, env=env, run=run, tasks=group.tolist())
+    close(advantages_of_main(module, trajectories=trajectories, **given), expected, 1e-4)
 
 
 # ------------ PRIME: token rewards ------------

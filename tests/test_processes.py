@@ -22,6 +22,7 @@ UPDATES = {
     "istar_visual_sokoban": ["policy", "prm"],
     "prime_webshop": ["policy", "prm"],
     "ppo_webshop": ["policy", "critic"],
+    "dpo_webshop": ["policy"],
 }
 
 

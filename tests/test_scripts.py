@@ -49,15 +49,19 @@ ESTIMATING = [script for script in ISTAR if script != "istar_webshop_ablations"]
 PRIME = "prm/loss prm/accuracy prm/grad_norm prm/process_std time/prm".split()
 CRITIC = "critic/loss critic/grad_norm critic/explained_variance time/critic".split()
 ANCHOR = "anchor/shared anchor/groups anchor/largest anchor/felt".split()
+DPO = "policy/pairs policy/pair_accuracy policy/margin".split()
 OWN = {  # what a script of an algorithm logs beside ALWAYS, and of each step in episodes.jsonl
     "istar": (PRM, ["implicit_reward", "step_advantage"]),
     "prime": (PRIME, ["implicit_reward"]),
     "ppo": (CRITIC, ["value"]),
     "gigpo": (ANCHOR, ["step_advantage"]),
+    "graphgpo": (ANCHOR, ["step_advantage"]),
+    "dpo": (DPO, []),
 }
 # Each kind of network that a checkpoint holds, in each environment that has it; the rest is the
 # same blocks again.
-OTHERS = [script for script in READY if script.startswith(("prime_", "ppo_", "grpo_", "rloo_"))]
+ALONE = ("prime_", "ppo_", "dpo_", "grpo_", "rloo_")
+OTHERS = [script for script in READY if script.startswith(ALONE)]
 LASTING = ESTIMATING + OTHERS
 STARTED = ESTIMATING  # one of each world is started as a process of its own
 # SOTOPIA's own files, which are not part of the repository
@@ -132,11 +136,13 @@ def assert_whole(run, script, iterations=2):
         key.startswith("train/") for key in table[0]
     )
     for row in table[1:]:
-        assert not [key for key in ALWAYS + logged if key not in row]
+        always = [key for key in ALWAYS if "clip" in arguments or key != "policy/clip_fraction"]
+        assert not [key for key in always + logged if key not in row]
         others = [key for key in row if key.startswith(("prm/", "critic/", "anchor/"))]
         assert logged or not others
-        assert script in ISTAR or all(row[key] is not None for key in logged)
-        assert all(row[key] is not None for key in ALWAYS) and row["policy/engine_gap"] < 1e-3
+        sometimes = script in ISTAR or script.startswith("dpo_")  # only where there are pairs
+        assert sometimes or all(row[key] is not None for key in logged)
+        assert all(row[key] is not None for key in always) and row["policy/engine_gap"] < 1e-3
         assert row["policy/grad_norm"] > 0 or row["train/dead_groups"] == 1
         assert (
             0 < row["train/episode_steps"] <= STEPS[environment(script)]
@@ -338,9 +344,11 @@ def test_without_its_step_reward_it_is_the_baseline(play, script, minibatches):
     assert differing(other_alpha, ours)
 
 
-@pytest.mark.parametrize("script", [script for script in READY if script.startswith("gigpo_")])
-def test_gigpo_without_its_step_advantage_is_grpo(play, script):
-    baseline = script.replace("gigpo", "grpo")
+@pytest.mark.parametrize(
+    "script", [script for script in READY if script.startswith(("gigpo_", "graphgpo_"))]
+)
+def test_without_the_step_advantage_of_states_it_is_grpo(play, script):
+    baseline = f"grpo_{environment(script)}"
     ours, _ = play(f"w0-{script}", script, "--step-weight", "0", *rate_of(baseline), iterations=4)
     theirs, _ = play(f"straight-{baseline}", baseline, iterations=4)
     assert differing(ours, theirs) == []

@@ -955,6 +955,8 @@ istar_sokoban --beta=-0.05 --step-std-floor=nan --step-std-floor=-1 --prm-drift-
 istar_sokoban --prm-drift-bound=-1 --prm-weight-decay=nan --prm-weight-decay=-0.1 --prm-steps=0
 istar_sokoban --prm-learning-rate=inf --prm-lora-rank=0 --estimator=best --prm-score=never
 gigpo_sokoban --step-gamma=1.1 --step-gamma=nan --step-weight=-1 --step-norm=max
+graphgpo_sokoban --distance-discount=1.1 --distance-discount=nan --step-weight=-1
+dpo_webshop --beta=-1 --beta=nan --pair-margin=-1 --minibatches=0 --clip=0.2 --ratio=step
 prime_webshop --outcome=score --ratio=step --variant=new --beta=inf
 ppo_webshop --gamma=nan --gamma=1.5 --gae-lambda=-0.1 --value-clip=0 --value-clip=nan --gae=all
 ppo_webshop --critic-learning-rate=inf --critic-lora-rank=0

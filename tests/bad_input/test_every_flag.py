@@ -20,7 +20,7 @@ MAY_BE_0 = set(
     "history policy_lora_rank seed num_products min_updates learning_rate prm_learning_rate "
     "critic_learning_rate eval_temperature invalid_penalty engine_correction alpha beta "
     "prm_weight_decay prm_drift_bound pair_margin step_std_floor step_weight gamma gae_lambda "
-    "step_gamma target noise observation_share saved_pictures".split()
+    "step_gamma distance_discount target noise observation_share saved_pictures".split()
 )
 MAY_BE_INFINITE = {"lr_halving", "max_grad_norm"}
 

@@ -1,0 +1,513 @@
+"""Every algorithm on every world, over seeds: the runs, and what docs/results.md tells of them.
+
+    python benchmarks/evidence.py --plan                    what is to be run, and the machine time
+    python benchmarks/evidence.py sokoban webshop --jobs 2  what is left of the runs of two studies
+    python benchmarks/evidence.py --table                   tables and pictures of the stored rows
+
+A study is a list of commands, each run with every seed; STUDIES has them. A run has one core, and
+`--jobs` go side by side, by the runner of sweeps/run.py: killed and started again, it repeats no
+run that was finished and goes on with the others, so a killed machine costs at most what the runs
+did since their last checkpoints. A run that fails is named at the end, and the exit status is 1.
+
+A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
+evaluations, and the score of each task of the panel before and after training. --table makes all
+else of these rows: the sections of docs/results.md between marks, and a picture of each study.
+Scores are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
+from runtime.files import append, replace_file, rows_of, to_json
+from sweeps.run import Job, Runner, half_width
+
+ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
+PAGE = ROOT / "docs" / "results.md"
+MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
+SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
+
+
+# ------------ what is run ------------
+
+
+class Study(NamedTuple):
+    """Commands (a script and its flags), each of them run with every seed."""
+
+    commands: list[str]
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    level: float | None = None  # a score, for the cost of reaching it
+
+
+def over(flag: str, *values) -> list[str]:
+    return [f" --{flag} {value}" for value in values]
+
+
+def every(algorithms: str, world: str, flags: str = "") -> list[str]:
+    """The commands of these algorithms on a world."""
+    return [f"{algorithm}_{world}.py{flags}" for algorithm in algorithms.split()]
+
+
+def tuning(world: str, rate: float, algorithms: str) -> Study:
+    """The budget of every algorithm on a world: TRIES runs of 15 iterations with one seed, judged
+    on the validation tasks. An algorithm with coefficients of its own has three rates and three
+    values of these; one without has six rates."""
+    commands = []
+    for algorithm in algorithms.split():
+        own = COEFFICIENTS.get(algorithm, [])
+        factors = (0.5, 1, 2) if own else (0.25, 0.5, 1, 2, 4, 8)
+        tried = over("learning-rate", *(f"{factor * rate:g}" for factor in factors)) + own
+        assert len(tried) == TRIES
+        script = f"{algorithm}_{world}.py"
+        commands += [f"{script}{flag} --iterations 15 --eval-every 5" for flag in tried]
+    return Study([f"{command} --eval-set validation" for command in commands], (1,))
+
+
+TRIES = 6
+COEFFICIENTS = {
+    "gigpo": over("step-weight", 0.3, 3) + over("step-gamma", 0.8),
+    "graphgpo": over("step-weight", 0.3, 3) + over("distance-discount", 0.5),
+    "prime": over("prm-learning-rate", 3e-4, 3e-3) + over("beta", 0.5),
+    "ppo": over("critic-learning-rate", 3e-4, 3e-3) + over("gae-lambda", 1),
+    "dpo": over("beta", 0.01, 0.2, 1),
+    "istar": over("prm-learning-rate", 3e-4) + over("alpha", 0.3, 1),
+}
+ON_SOKOBAN = "rloo grpo reinforce_pp gigpo graphgpo istar"
+ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
+ON_SOTOPIA = "rloo grpo reinforce_pp istar"
+ON_VISUAL = "rloo grpo gigpo istar"
+ALPHAS, BETAS = over("alpha", 0, 0.03, 0.1, 0.3, 1), over("beta", 0.01, 0.05, 0.2, 1)
+GRID = ["istar_webshop.py" + alpha + beta for alpha in ALPHAS for beta in BETAS]
+BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
+RATIOS = [command + ratio for command in every("rloo grpo", "webshop") for ratio in BY_STEP]
+RATIOS += ["istar_webshop.py" + ratio for ratio in BY_TOKEN]
+STUDIES = {
+    "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
+    "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP),
+    "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
+    "sokoban": Study(every(ON_SOKOBAN, "sokoban"), level=0.5),
+    "webshop": Study(every(ON_WEBSHOP, "webshop"), level=0.6),
+    "sotopia": Study(every(ON_SOTOPIA, "sotopia"), level=4.0),
+    "visual-sokoban": Study(every(ON_VISUAL, "visual_sokoban"), (1, 2, 3), level=0.5),
+    "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
+    "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
+    "alpha-beta-webshop": Study(GRID),
+    "ratios-webshop": Study(RATIOS),
+}
+# Minutes of 80 iterations on one core, where no run has told yet: of iStar, of the others
+EXPECTED = {"sokoban": (10, 9), "webshop": (28, 17), "sotopia": (8, 5), "visual_sokoban": (50, 35)}
+# Passes over all tokens of an iteration, (without, with) a gradient; those of every algorithm: one
+# that samples, one for log pi_old, one of the update. Sequences that are left out are counted too.
+PASSES = {"istar": (3, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
+
+
+def world_and_algorithm(command: str) -> tuple[str, str]:
+    """("sokoban", "rloo") of "rloo_sokoban.py --clip 0.1"."""
+    script = Path(command.split(".py")[0]).name
+    world = next(world for world in sorted(EXPECTED, key=len)[::-1] if script.endswith(world))
+    return world, script.removesuffix(f"_{world}")
+
+
+def job_of(command: str, seed: int) -> Job:
+    name = re.sub(r"[^\w.+]+", "-", f"{command} seed {seed}".replace(".py", ""))
+    return Job(0, {}, seed, name, [sys.executable, *shlex.split(command)])
+
+
+def jobs_of(studies: list[str]) -> dict[str, Job]:
+    """{name: job}: seed by seed, so that every command is known early; what two studies share is
+    run once."""
+    jobs = {}
+    for study in studies:
+        for seed in STUDIES[study].seeds:
+            for command in STUDIES[study].commands:
+                job = job_of(command, seed)
+                jobs[job.name] = job
+    return jobs
+
+
+# ------------ running ------------
+
+
+def run(studies: list[str], jobs: int, out: Path, stored: Path) -> None:
+    """Run what has no row yet, and store a row of each run that ends. Exits with those that
+    failed."""
+    done = {row["name"] for row in stored_rows(stored)}
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:jobs])  # a core for each run
+    runner = Runner({"metric": {"name": "eval/score"}}, out, jobs)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, runner.stop)
+    left = [job for name, job in jobs_of(studies).items() if name not in done]
+    runner.total = len(left)
+
+    def one(job: Job) -> None:
+        if result := runner.run(job):
+            row = row_of(job, out / "runs" / job.name, result["minutes"])
+            with runner.lock:
+                append(stored, [to_json(row)])
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, left))
+    if runner.stopping:
+        sys.exit(f"stopped; the same command goes on: {shlex.join(['python', *sys.argv])}")
+    if runner.failed:
+        names = [f"  {job.name}: {reason} ({runner.log(job)})" for job, reason in runner.failed]
+        sys.exit("\n".join([f"{len(names)} of {len(left)} runs failed:", *names]))
+
+
+def stored_rows(path: Path) -> list[dict]:
+    """The rows of finished runs. A last line that a kill tore is taken away: its run is stored
+    again. Exits where another line is damaged, or a command's rows were made with other flags."""
+    whole, rows = path.read_text().splitlines() if path.exists() else [], []
+    for number, line in enumerate(whole, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            if number < len(whole):
+                sys.exit(f"{path}:{number}: no JSON; take the line away, and its run is made again")
+            replace_file(path, "".join(f"{kept}\n" for kept in whole[:-1]))
+
+    flags: dict[str, dict] = {}
+    for row in rows:
+        own, first = row["flags"], flags.setdefault(row["command"], row["flags"])
+        if differ := sorted(key for key in own.keys() | first if own.get(key) != first.get(key)):
+            made = f"rows of `{row['command']}` were made with other defaults"
+            way = "take the old ones away, and give another --out than theirs"
+            sys.exit(f"{path}: {made} ({', '.join(differ)}); {way}")
+    return rows
+
+
+def row_of(job: Job, path: Path, minutes: float) -> dict:
+    """What is stored of a finished run; minutes: how long its process took, with evaluations."""
+    given = json.loads((path / "args.json").read_text())
+    flags = {name: value for name, value in given.items() if name not in OF_A_RUN}
+    start = json.loads((path / "run.json").read_text())["starts"][-1]
+    rows = rows_of(path / "metrics.jsonl")
+    goal = "eval/goal" in rows[0]
+    evaluations, tokens, sampled = [], 0, 0
+    for row in rows:
+        tokens += row.get("tokens/trained", 0)
+        sampled += row.get("tokens/rollout", 0)
+        if "eval/score" in row:
+            score = row["eval/goal" if goal else "eval/success"]
+            told = {"iteration": row["iteration"], "score": score, "tokens": tokens}
+            trained = round(row["time/elapsed"] / 60, 2)
+            evaluations.append(told | {"sampled": sampled, "minutes": trained})
+
+    minutes = max(minutes, trained)  # a run that was taken up had other processes before
+    last = evaluations[-1]["iteration"]
+    panel = panel_scores(path / "eval_episodes.jsonl", goal, (0, last))
+    row = {"name": job.name, "command": shlex.join(job.words[1:]), "seed": job.seed}
+    row |= {"commit": start["commit"], "flags": flags, "parameters": parameters_of(path / "policy")}
+    row |= {"minutes": round(minutes, 2), "evaluations": evaluations}
+    return row | {"before": panel[0], "after": panel[last]}
+
+
+def panel_scores(path: Path, goal: bool, iterations: tuple) -> dict[int, dict[str, float]]:
+    """{iteration: {task: mean over its samples}}, of success, or of the goal score."""
+    seen: dict[int, dict[str, list]] = {iteration: {} for iteration in iterations}
+    for episode in rows_of(path):
+        if episode["iteration"] in seen:
+            score = 10 * episode["score"] if goal else float(episode["success"])
+            seen[episode["iteration"]].setdefault(str(episode["task"]), []).append(score)
+    return {
+        iteration: {task: round(statistics.mean(scores), 4) for task, scores in tasks.items()}
+        for iteration, tasks in seen.items()
+    }
+
+
+def parameters_of(path: Path) -> int:
+    """How many weights a saved model has."""
+    from safetensors import safe_open
+
+    number = 0
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            names = [*tensors.keys()]
+            number += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return number
+
+
+# ------------ what the rows say ------------
+
+
+class Runs(NamedTuple):
+    """The stored runs of one command, by seed."""
+
+    command: str
+    rows: list[dict]
+
+    @property
+    def seeds(self) -> int:
+        return len(self.rows)
+
+    def panel(self, when: str) -> list[list[float]]:
+        """Scores [S, T] "before" or "after", of the tasks that all runs have at both times."""
+        tasks = set.intersection(
+            *({*row[time]} for row in self.rows for time in ("before", "after"))
+        )
+        return [[row[when][task] for task in sorted(tasks)] for row in self.rows]
+
+    def scores(self) -> list[float]:
+        """The last evaluation of each run, [S]."""
+        return [row["evaluations"][-1]["score"] for row in self.rows]
+
+    def areas(self) -> list[float]:
+        """The mean height of each run's curve over its iterations, [S]."""
+        return [area(row["evaluations"]) for row in self.rows]
+
+    def gains(self) -> list[list[float]]:
+        """After less before, [S, T]."""
+        pairs = zip(self.panel("after"), self.panel("before"))
+        return [[after - before for after, before in zip(*pair)] for pair in pairs]
+
+
+def area(evaluations: list[dict]) -> float:
+    """The area under a curve over its width, by trapezoids."""
+    steps = zip(evaluations, evaluations[1:])
+    parts = [(b["iteration"] - a["iteration"]) * (a["score"] + b["score"]) / 2 for a, b in steps]
+    return sum(parts) / evaluations[-1]["iteration"]
+
+
+def reached(row: dict, level: float) -> dict | None:
+    """The first evaluation of a run at which its score was at least this."""
+    return next((e for e in row["evaluations"] if e["score"] >= level), None)
+
+
+def cost(row: dict, evaluation: dict) -> dict[str, float]:
+    """What a run had taken by an evaluation. FLOPs are at most: 2 per weight and token of a pass
+    without a gradient, 6 of one with (Kaplan et al., arXiv 2001.08361), attention not counted."""
+    _, algorithm = world_and_algorithm(row["command"])
+    without, trained = PASSES.get(algorithm, (2, 1))
+    flags = row["flags"]
+    group = flags["tasks_per_iteration"] * flags["group_size"]
+    flops = (2 * without + 6 * trained) * row["parameters"] * evaluation["tokens"]
+    return {
+        "iterations": evaluation["iteration"],
+        "episodes": evaluation["iteration"] * group,
+        "million tokens": evaluation["tokens"] / 1e6,
+        "TFLOP": flops / 1e12,
+        "minutes": evaluation["minutes"],
+    }
+
+
+def runs_of(study: Study, rows: list[dict]) -> list[Runs]:
+    """The runs of each of its commands that has any, in its order."""
+    stored = {row["name"]: row for row in rows}
+    found = []
+    for command in study.commands:
+        names = [job_of(command, seed).name for seed in study.seeds]
+        if own := [stored[name] for name in names if name in stored]:
+            found.append(Runs(command, own))
+    return found
+
+
+# ------------ tables ------------
+
+
+def table(titles: list[str], lines: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def between(mean: float, half: float | None, digits: int = 3) -> str:
+    """A mean with its interval; of one run alone the mean."""
+    told = f"{mean:.{digits}f}"
+    if half is None:
+        return told
+    return f"{told} ({mean - half:.{digits}f} to {mean + half:.{digits}f})"
+
+
+def over_tasks(scores: list[list[float]]) -> str:
+    """The mean of scores [S, T] with its interval, which needs two seeds and two tasks."""
+    if len(scores) > 1 and len(scores[0]) > 1:
+        return between(*interval(scores))
+    return between(statistics.mean(map(statistics.mean, scores)), None)
+
+
+def final_table(found: list[Runs]) -> str:
+    lines = []
+    for runs in found:
+        areas = runs.areas()
+        cells = [f"`{runs.command}`", str(runs.seeds), over_tasks(runs.panel("before"))]
+        cells += [f"{interquartile_mean(runs.scores()):.3f}", over_tasks(runs.panel("after"))]
+        cells += [over_tasks(runs.gains()), between(statistics.mean(areas), half_width(areas))]
+        minutes = [row["evaluations"][-1]["minutes"] for row in runs.rows]
+        lines.append([*cells, f"{statistics.mean(minutes):.1f}"])
+    titles = ["command", "seeds", "before", "after: IQM", "after: mean", "gain", "area", "minutes"]
+    return table(titles, lines)
+
+
+def cost_table(found: list[Runs], level: float) -> str:
+    """What it took to reach the level: the median of the runs that did."""
+    lines = []
+    for runs in found:
+        costs = [cost(row, at) for row in runs.rows if (at := reached(row, level))]
+        cells = [f"`{runs.command}`", f"{len(costs)} of {runs.seeds}"]
+        for name in COSTS:
+            values = [each[name] for each in costs]
+            cells.append(f"{statistics.median(values):.4g}" if values else "–")
+        lines.append(cells)
+    return table(["command", f"runs that reach {level:g}", *COSTS], lines)
+
+
+COSTS = ("iterations", "episodes", "million tokens", "TFLOP", "minutes")
+
+
+def comparison_table(found: list[Runs]) -> str:
+    """Every two commands: the probability that the first is better, and by how much."""
+    lines = []
+    for one, other in combinations(found, 2):
+        better = probability_of_improvement(one.scores(), other.scores())
+        ours, theirs = ({row["seed"]: row["after"] for row in runs.rows} for runs in (one, other))
+        seeds = sorted(ours.keys() & theirs.keys())
+        gaps = []
+        for seed in seeds:
+            tasks = sorted(ours[seed].keys() & theirs[seed].keys())
+            gaps.append([ours[seed][task] - theirs[seed][task] for task in tasks])
+        told = over_tasks(gaps) if gaps else "–"
+        lines.append([f"`{one.command}`", f"`{other.command}`", f"{better:.2f}", told])
+    return table(["A", "B", "P(A better)", "A - B"], lines)
+
+
+def plan_table(rows: list[dict]) -> str:
+    """Each study: its runs, those that are stored, and the machine time."""
+    stored, lines, total = {row["name"]: row for row in rows}, [], [0, 0, 0.0, 0.0]
+    seen: set[str] = set()
+    for name, study in STUDIES.items():
+        jobs = {each: job for each, job in jobs_of([name]).items() if each not in seen}
+        seen |= jobs.keys()
+        done = [stored[each] for each in jobs if each in stored]
+        taken = sum(row["minutes"] for row in done) / 60
+        left = sum(expected(job, rows) for each, job in jobs.items() if each not in stored) / 60
+        numbers = [len(jobs), len(done), taken, left]
+        total = [a + b for a, b in zip(total, numbers)]
+        commands = f"{len(study.commands)} x {len(study.seeds)}"
+        lines.append([f"`{name}`", commands, *shown(numbers)])
+    lines.append(["all", "", *shown(total)])
+    titles = ["study", "commands x seeds", "runs", "stored", "core hours taken", "still expected"]
+    return table(titles, lines)
+
+
+def shown(numbers: list) -> list[str]:
+    return [f"{n:.1f}" if isinstance(n, float) else str(n) for n in numbers]
+
+
+def expected(job: Job, rows: list[dict]) -> float:
+    """Minutes of a run that was not made yet: as those of its script that were, by iterations."""
+    command = shlex.join(job.words[1:])
+    world, algorithm = world_and_algorithm(command)
+    given = re.search(r"--iterations (\d+)", command)
+    iterations = int(given[1]) if given else 80
+    alike = [row for row in rows if row["command"].split()[0] == command.split()[0]]
+    if alike:
+        made = sum(row["evaluations"][-1]["iteration"] for row in alike)
+        each = sum(row["minutes"] for row in alike) / made
+    else:
+        each = EXPECTED[world][algorithm != "istar"] / 80
+    return each * iterations
+
+
+def section(name: str, rows: list[dict]) -> str:
+    """What stands in docs/results.md between the marks of a study, or of "plan"."""
+    if name == "plan":
+        return f"{plan_table(rows)}\n"
+    if name not in STUDIES:
+        sys.exit(f"{PAGE}: evidence: {name}: no such study")
+    study, found = STUDIES[name], runs_of(STUDIES[name], rows)
+    command = f"`python benchmarks/evidence.py {name}`"
+    if not found:
+        return f"No run of {command} is stored yet.\n"
+    parts = [command, final_table(found)]
+    if study.level is not None:
+        parts.append(cost_table(found, study.level))
+    if 1 < len(found) <= MOST and len(study.seeds) > 1:
+        parts.append(comparison_table(found))
+    if len(found) <= MOST:
+        parts.append(f"![Curves of {name}](../benchmarks/results/evidence-{name}.png)")
+    return "\n\n".join(parts) + "\n"
+
+
+def page(text: str, rows: list[dict]) -> str:
+    """docs/results.md with every section made of the rows. Exits where a study has rows and no
+    section."""
+    marked = {match[2] for match in SECTION.finditer(text)}
+    for name, study in STUDIES.items():
+        if name not in marked and runs_of(study, rows):
+            sys.exit(f"{PAGE}: no section <!-- evidence: {name} --> for the study's stored runs")
+    return SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
+
+
+def picture(found: list[Runs], path: Path) -> None:
+    """The score against iterations and minutes: a line for the mean of the seeds, a band from the
+    lowest to the highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for number, runs in enumerate(found):
+        length = min(len(row["evaluations"]) for row in runs.rows)
+        at = [[row["evaluations"][n] for row in runs.rows] for n in range(length)]  # [E][S]
+        scores = [[each["score"] for each in seeds] for seeds in at]
+        style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
+        for axis, key in zip(axes, ("iteration", "minutes")):
+            x = [statistics.mean(each[key] for each in seeds) for seeds in at]
+            axis.plot(x, [*map(statistics.mean, scores)], label=runs.command, **style)
+            axis.fill_between(x, [*map(min, scores)], [*map(max, scores)], alpha=0.12, **style)
+    axes[0].set(xlabel="iteration", ylabel="score on the panel")
+    axes[1].set(xlabel="minutes of training")
+    axes[0].legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("studies", nargs="*", help=f"Studies (default: all): {', '.join(STUDIES)}.")
+    add("--jobs", type=int, default=1, help="Runs at a time, each on one core.")
+    add("--plan", action="store_true", help="Runs and machine time are told, and nothing is run.")
+    add("--table", action="store_true", help="docs/results.md and pictures are made of the rows.")
+    add("--out", type=Path, default=ROOT / "runs" / "evidence", help="Directory of the runs.")
+    args = parser.parse_args()
+    if unknown := [name for name in args.studies if name not in STUDIES]:
+        sys.exit(f"{' '.join(unknown)}: no such study; there are {', '.join(STUDIES)}")
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= args.jobs <= cores:
+        sys.exit(f"--jobs {args.jobs}: from 1 to {cores}, the cores that there are")
+
+    if args.plan:
+        print(plan_table(stored_rows(ROWS)))
+    elif args.table:
+        rows = stored_rows(ROWS)
+        replace_file(PAGE, page(PAGE.read_text(), rows))
+        for name, study in STUDIES.items():
+            if found := runs_of(study, rows):
+                print(f"{name}\n\n{section(name, rows)}")
+                if len(found) <= MOST:
+                    picture(found, ROWS.with_name(f"evidence-{name}.png"))
+    else:
+        run(args.studies or [*STUDIES], args.jobs, args.out.resolve(), ROWS)
+
+
+if __name__ == "__main__":
+    main()

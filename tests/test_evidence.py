@@ -1,0 +1,362 @@
+"""benchmarks/evidence.py: its statistics against rliable's and against simulated experiments, its
+runs, and docs/results.md against the stored rows."""
+
+import json
+import shlex
+import sys
+from itertools import product
+
+from benchmarks import evidence
+from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
+from runtime.flags import check_words, kinds_of
+
+import numpy as np
+import pytest
+from conftest import ROOT, load
+
+RLIABLE = json.loads((ROOT / "tests" / "data" / "rliable-1.2.0.json").read_text())
+
+
+# ------------ statistics ------------
+
+
+@pytest.mark.parametrize("case", RLIABLE["cases"], ids=lambda case: str(np.shape(case["x"])))
+def test_point_estimates_are_those_of_rliable(case):
+    assert interquartile_mean(case["x"]) == pytest.approx(case["iqm"], abs=1e-12)
+    ours = probability_of_improvement(case["x"], case["y"])
+    assert ours == pytest.approx(case["poi"], abs=1e-12)
+    assert probability_of_improvement(case["y"], case["x"]) == pytest.approx(1 - ours)
+
+
+def bootstrap(scores, draws: int, rng) -> np.ndarray:
+    """rliable's interval: the interquartile mean of runs [S, W] drawn again, world by world."""
+    seeds, worlds = scores.shape
+    chosen = rng.integers(0, seeds, (draws, seeds, worlds))
+    drawn = np.take_along_axis(scores[None], chosen, axis=1).reshape(draws, -1)
+    cut = drawn.shape[1] // 4
+    means = np.sort(drawn, 1)[:, cut : drawn.shape[1] - cut].mean(1)
+    return np.percentile(means, (2.5, 97.5))
+
+
+def test_the_bootstrap_of_rliable_covers_too_seldom_with_5_seeds():
+    """Why it is not used: what should cover the truth in 95 % covers it in 89."""
+    recorded, rng = RLIABLE["bootstrap"], np.random.default_rng(0)
+    ours = bootstrap(np.array(recorded["x"]), recorded["reps"], rng)
+    assert ours == pytest.approx([recorded["low"], recorded["high"]], abs=1e-3)
+    covered = 0
+    for _ in range(1000):
+        low, high = bootstrap(rng.normal(0.6, 0.03, (5, 1)), 200, rng)
+        covered += low <= 0.6 <= high
+    assert covered < 920
+
+
+def chances(of_seeds, of_tasks):
+    """Chances of success [S, T]."""
+    return 1 / (1 + np.exp(-(of_seeds[:, None] + of_tasks[None, :])))
+
+
+# how far seeds and tasks differ, in logits: equal seeds, as on WebShop, unequal ones, equal tasks
+SPREADS = [(0.02, 1.5), (0.15, 1.5), (0.4, 1.5), (0.2, 0.2)]
+
+
+@pytest.mark.parametrize("number, spread", [*product((5,), SPREADS), *product((3,), SPREADS[1:3])])
+def test_95_of_100_intervals_cover_the_truth(number, spread):
+    """2,000 experiments of 5 seeds (3 on VisualSokoban), each playing 128 tasks twice. The truth is
+    the mean over all seeds and all tasks."""
+    of_seeds, of_tasks = spread
+    rng, covered = np.random.default_rng(1), 0
+    every = rng.normal(0, of_seeds, 2000), rng.normal(0.5, of_tasks, 2000)
+    truth = chances(*every).mean()
+    for _ in range(2000):
+        played = chances(rng.normal(0, of_seeds, number), rng.normal(0.5, of_tasks, 128))
+        mean, half = interval(rng.binomial(2, played) / 2)
+        covered += abs(mean - truth) <= half
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+@pytest.mark.parametrize("better", (0.0, 0.3))
+def test_95_of_100_intervals_cover_a_difference(better):
+    """Of two algorithms on the same tasks: the second is better by so many logits."""
+    rng, covered = np.random.default_rng(2), 0
+    seeds, tasks = rng.normal(0, 0.2, 2000), rng.normal(0.5, 1.5, 2000)
+    truth = (chances(seeds + better, tasks) - chances(seeds, tasks)).mean()
+    for _ in range(2000):
+        tasks = rng.normal(0.5, 1.5, 128)
+        one, other = (chances(rng.normal(b, 0.2, 5), tasks) for b in (0.0, better))
+        mean, half = interval((rng.binomial(2, other) - rng.binomial(2, one)) / 2)
+        covered += abs(mean - truth) <= half
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_an_interval_by_hand():
+    """Two seeds, two tasks: without an interaction the variance is that of the means."""
+    mean, half = interval([[0.0, 0.2], [0.4, 0.6]])  # seeds differ by 0.4, tasks by 0.2
+    assert mean == pytest.approx(0.3)
+    variance = 0.2**2 + 0.1**2  # of the mean: (0.4 / 2)^2 of the seeds, (0.2 / 2)^2 of the tasks
+    assert half == pytest.approx(12.706 * variance**0.5)  # Student's t with 1 degree of freedom
+    assert interval([[0.5, 0.5], [0.5, 0.5]]) == (0.5, 0.0)
+
+
+# ------------ what is run ------------
+
+EVERY = sorted({command for study in evidence.STUDIES.values() for command in study.commands})
+
+
+@pytest.mark.parametrize("command", EVERY)
+def test_every_command_of_the_plan_is_one_that_its_script_takes(command):
+    script, *words = shlex.split(command)
+    assert (ROOT / script).is_file()
+    check_words(words, kinds_of(load(script.removesuffix(".py")).Args))
+    world, algorithm = evidence.world_and_algorithm(command)
+    assert script == f"{algorithm}_{world}.py"
+
+
+def test_the_plan_is_what_was_promised():
+    studies = evidence.STUDIES
+    for name in ("sokoban", "webshop", "sotopia", "long-sokoban", "alpha-beta-webshop"):
+        assert studies[name].seeds == (1, 2, 3, 4, 5)
+    names = [job.name for job in evidence.jobs_of([*studies]).values()]
+    assert len({*names}) == len(names)
+    for name, study in studies.items():
+        if name.startswith("tuning-"):  # one budget for every algorithm, on the validation tasks
+            scripts = [command.split()[0] for command in study.commands]
+            assert {scripts.count(script) for script in scripts} == {evidence.TRIES}
+            assert all("--eval-set validation" in command for command in study.commands)
+        else:
+            assert not any("--eval-set" in command for command in study.commands)
+    for name in ("sokoban", "webshop", "sotopia", "visual-sokoban"):  # every script of a world
+        world = name.replace("-", "_")
+        left_out = {"reinforce_pp_visual_sokoban.py"}  # asked of all worlds but this one
+        made = {path.name for path in ROOT.glob(f"*_{world}.py")} - left_out
+        made = {script for script in made if evidence.world_and_algorithm(script)[0] == world}
+        assert made == {*studies[name].commands}
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+words = " ".join(sys.argv[1:]).replace("=", " ").split()
+flags = dict(zip(words[::2], words[1::2]))
+seed, lift = int(flags["--seed"]), float(flags.get("--clip", 0))
+run = Path(flags["--runs-dir"], flags["--run-name"])
+with (run.parent / "started").open("a") as file:
+    file.write(run.name + "\\n")
+if lift > 1 and seed == 2:
+    sys.exit("--clip 2: this cannot be")
+(run / "policy").mkdir(parents=True)
+given = {"tasks_per_iteration": 4, "group_size": 2, "clip": lift, "seed": seed}
+(run / "args.json").write_text(json.dumps(given))
+(run / "run.json").write_text(json.dumps({"starts": [{"commit": "abc"}]}))
+save_file({"w": np.zeros((50, 20))}, run / "policy" / "model.safetensors")
+rows, episodes = [], []
+for iteration in range(5):
+    row = {"iteration": iteration, "time/elapsed": 60.0 * iteration}
+    if iteration:
+        row |= {"tokens/trained": 1000, "tokens/rollout": 100}
+    if iteration % 2 == 0:
+        solved = [iteration / 4 >= (task + 1) / 4 - lift for task in range(4)]
+        row |= {"eval/success": sum(solved) / 4, "eval/score": 0.5}
+        for task, success in enumerate(solved * 2):
+            episodes.append({"iteration": iteration, "task": task % 4, "success": success,
+                             "score": 0.5, "steps": []})
+    rows.append(row)
+for name, lines in (("metrics", rows), ("eval_episodes", episodes)):
+    (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """study(*flags) runs a program that learns at once, with these flags and two seeds; the rows
+    are in tmp_path/rows.jsonl."""
+    script = tmp_path / "rloo_sokoban.py"
+    script.write_text(PROGRAM)
+    cores = sorted(evidence.os.sched_getaffinity(0))
+    monkeypatch.setattr(evidence.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(evidence.signal, "signal", lambda *_: None)
+
+    def start(*flags):
+        commands = [f"{script} --clip {flag}" for flag in flags]
+        monkeypatch.setattr(evidence, "STUDIES", {"one": evidence.Study(commands, (1, 2), 0.75)})
+        evidence.run(["one"], min(2, len(cores)), tmp_path / "out", tmp_path / "rows.jsonl")
+
+    return start
+
+
+def rows_in(tmp_path):
+    return evidence.stored_rows(tmp_path / "rows.jsonl")
+
+
+def test_runs_are_stored_and_not_made_again(study, tmp_path):
+    study(0, 0.25)
+    rows = rows_in(tmp_path)
+    assert {(row["flags"]["clip"], row["seed"]) for row in rows} == {*product((0, 0.25), (1, 2))}
+    started = tmp_path / "out" / "runs" / "started"
+    assert len(started.read_text().splitlines()) == 4
+    row = next(row for row in rows if row["flags"]["clip"] == 0)
+    assert row["parameters"] == 1000 and row["commit"] == "abc"
+    assert [e["score"] for e in row["evaluations"]] == [0.0, 0.5, 1.0]
+    assert [e["tokens"] for e in row["evaluations"]] == [0, 2000, 4000]
+    assert row["before"] == dict.fromkeys("0123", 0.0) and row["after"]["3"] == 1.0
+
+    study(0, 0.25)  # nothing is left
+    assert len(started.read_text().splitlines()) == 4 and rows_in(tmp_path) == rows
+    (tmp_path / "rows.jsonl").unlink()  # the runs are there: they are stored again, and not made
+    study(0, 0.25)
+    assert len(started.read_text().splitlines()) == 4 and len(rows_in(tmp_path)) == 4
+
+
+def test_a_run_that_fails_is_named_and_made_again_by_the_next_start(study, tmp_path):
+    with pytest.raises(SystemExit, match="1 of 4 runs failed:\n.*clip-2-seed-2: --clip 2: this ca"):
+        study(0, 2)
+    assert len(rows_in(tmp_path)) == 3
+    with pytest.raises(SystemExit, match="1 of 1 runs failed"):
+        study(0, 2)
+    assert len(rows_in(tmp_path)) == 3
+
+
+def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
+    study(0, 0.25)
+    rows = rows_in(tmp_path)
+    low, high = evidence.runs_of(evidence.STUDIES["one"], rows)
+    assert low.areas() == [0.5, 0.5]  # 0, 0.5, 1
+    assert high.areas() == [(0.25 + 0.75) / 4 + (0.75 + 1) / 4] * 2
+    assert low.gains() == [[1.0] * 4] * 2
+    costs = evidence.cost(low.rows[0], evidence.reached(low.rows[0], 0.75))
+    assert costs == {
+        "iterations": 4,
+        "episodes": 4 * 8,
+        "million tokens": 0.004,
+        "TFLOP": pytest.approx((2 * 2 + 6) * 1000 * 4000 / 1e12),
+        "minutes": 4.0,
+    }
+    told = evidence.section("one", rows)
+    assert "| 2 | 0.000 (0.000 to 0.000) | 1.000 | 1.000 (1.000 to 1.000) |" in told
+    assert "| 2 of 2 | 2 | 16 | 0.002 | 2e-05 | 2 |" in told  # the second reaches 0.75 sooner
+    assert "| 0.50 | 0.000 (0.000 to 0.000) |" in told  # P(A better), A - B
+    assert evidence.reached(low.rows[0], 1.5) is None
+    assert "![Curves of one]" in told and "| A | B |" in told
+    monkeypatch.setattr(evidence, "MOST", 1)  # of too many commands neither
+    assert "![" not in evidence.section("one", rows) and "| A |" not in evidence.section(
+        "one", rows
+    )
+    evidence.picture([low, high], tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 10_000
+    assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
+
+
+def test_rows_that_cannot_be_are_refused(study, tmp_path):
+    study(0)
+    path = tmp_path / "rows.jsonl"
+    good = path.read_text()
+    path.write_text(good + good[:40])  # torn by a kill
+    assert len(rows_in(tmp_path)) == 2 and path.read_text() == good
+    path.write_text("{\n" + good)
+    with pytest.raises(SystemExit, match="rows.jsonl:1: no JSON"):
+        rows_in(tmp_path)
+    first, second = good.splitlines()
+    other = second.replace('"group_size": 2', '"group_size": 4')
+    path.write_text(f"{first}\n{other}\n")
+    with pytest.raises(SystemExit, match="other defaults \\(group_size\\)"):
+        rows_in(tmp_path)
+
+
+# ------------ docs/results.md ------------
+
+
+def test_every_generated_number_of_the_page_is_that_of_a_row():
+    """What stands between the marks is what --table makes of the stored rows, to the letter."""
+    text = evidence.PAGE.read_text()
+    assert "<!-- evidence: plan -->" in text
+    assert evidence.page(text, evidence.stored_rows(evidence.ROWS)) == text
+
+
+def test_a_number_that_no_row_supports_is_seen(study, tmp_path):
+    study(0)
+    rows, mark = rows_in(tmp_path), "<!-- evidence: one -->\n<!-- end -->\n"
+    text = evidence.page(f"Words.\n\n{mark}\nMore words: 1.000.\n", rows)
+    assert evidence.page(text, rows) == text and text.count("1.000") > 3
+    for number in ("1.000 (1.000", "| 2 of 2 |"):
+        changed = text.replace(number, number.replace("1", "7").replace("2 of", "1 of"), 1)
+        assert changed != text and evidence.page(changed, rows) == text
+    with pytest.raises(SystemExit, match="no section <!-- evidence: one -->"):
+        evidence.page("A page without marks.\n", rows)
+    with pytest.raises(SystemExit, match="evidence: other: no such study"):
+        evidence.page(mark + mark.replace("one", "other"), rows)
+
+
+def test_what_cannot_be_asked_is_refused(monkeypatch):
+    for words, said in ((["nowhere"], "nowhere: no such study"), (["--jobs", "0"], "--jobs 0: ")):
+        monkeypatch.setattr(sys, "argv", ["evidence.py", *words])
+        with pytest.raises(SystemExit, match=said):
+            evidence.main()
+
+
+# Tables that were written before there were studies: each line from the rows of its file. They go
+# when the studies that replace them have run.
+
+RESULTS = evidence.ROWS.parent
+CURVES = ("sokoban", "sokoban-long", "webshop", "sotopia", "visual-sokoban")
+RATES = ("learning-rates-sokoban", "learning-rates-webshop")
+
+
+def cells_of(text) -> list[list[str]]:
+    """The lines of a page's tables that begin with a command, cell by cell, plain."""
+    lines = [line for line in text.splitlines() if line.startswith("| `") and ".py" in line]
+    return [[cell.strip(" `*") for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def stored(*names) -> list[dict]:
+    files = [RESULTS / f"{name}.jsonl" for name in names]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_every_line_of_the_older_curves_is_that_of_its_rows():
+    runs = {}
+    for row in stored(*CURVES):
+        runs.setdefault((row["command"], str(row["seed"])), []).append(row)
+    lines = [cells for cells in cells_of(evidence.PAGE.read_text()) if cells[1].isdecimal()]
+    lines = [cells for cells in lines if len(cells) >= 7]
+    assert {(cells[0], cells[1]) for cells in lines} == {*runs}
+    for command, seed, iterations, minutes, before, after, gain, *rest in lines:
+        first, *_, last = evaluations = runs[command, seed]
+        key = "eval/goal" if "eval/goal" in first else "eval/success"
+        assert (iterations.split()[0], minutes) == (
+            str(last["iteration"]),
+            f"{last['time/elapsed'] / 60:.1f}",
+        )
+        for told, row in ((before, first), (after, last)):
+            numbers = [f"{row[key]:.3f}"]
+            if key == "eval/success":
+                numbers.append(f"{row['eval/success_error']:.3f}")
+            assert told.split(" ± ") == numbers
+        assert gain == f"{last[key] - first[key]:+.3f}"
+        lowest = [f"{min(row[key] for row in evaluations if row['iteration'] > 10):.3f}"]
+        scores = [f"{row['eval/score']:.3f}" for row in (first, last)]
+        assert rest == (lowest + scores)[: len(rest)]
+
+
+def test_every_line_of_the_older_rates_is_that_of_its_rows():
+    rows = {}
+    for row in stored(*RATES):
+        rows.setdefault(f"{row['script']}.py", []).append(row)
+    lines = cells_of(evidence.PAGE.read_text())
+    rates = [cells for cells in lines if len(cells) == 5]
+    assert [cells[0] for cells in rates] == [*rows]
+    for script, before, *tried in rates:
+        assert before == f"{rows[script][0]['before']:.3f}"
+        assert tried == [f"{row['mean']:.3f} ({row['last']:.3f})" for row in rows[script]]
+
+    soon = [cells for cells in lines if cells[0] in rows and len(cells) == 7]
+    assert [cells[0] for cells in soon] == [*rows]
+    for script, rate, before, after, up, iterations, minutes in soon:
+        row = next(row for row in rows[script] if float(row["rate"]) == float(rate))
+        score, error = row["soon eval/success"], row["soon eval/success_error"]
+        assert (before, after) == (f"{row['before']:.3f}", f"{score:.3f} ({error:.3f})")
+        assert up == f"{score - row['before']:+.3f}"
+        assert (iterations, minutes) == (
+            str(row["soon iteration"]),
+            f"{row['soon minutes']:.1f}",
+        )
