@@ -13,7 +13,7 @@ answer; pi_old: the policy that played this iteration's episodes; pi_theta: the 
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
 Left out, as in the paper's objective: KL to a reference, entropy bonus, dual clip. Added, because
-naive settings collapse: what docs/algorithms.md calls guards, each a flag.
+naive settings collapse: what docs/algorithms.md lists as ours, each a flag.
 
     python istar_sotopia.py                         # own scenarios, judged by rule; minutes
     python istar_sotopia.py --sotopia-data DIR --partner self --judge-url https://HOST/v1 \\

@@ -5,8 +5,8 @@
     python benchmarks/frozen_policy.py --prm-lora-rank 16 --prm-steps 1 --prm-replay 0
 
 The script's own functions play --batches batches of --tasks training tasks with its initial policy,
-and its PRM learns after each as in the script: --prm-steps steps of trajectory DPO, each over
---tasks groups of the replay. Then it ranks the preference pairs of --tasks other tasks. With a
+and its PRM learns after each as in the script: from --tasks groups of the replay, in --prm-steps
+steps of trajectory DPO. Then it ranks the preference pairs of --tasks other tasks. With a
 policy that moves the same PRM may do worse: docs/results.md; with one that stands still it has to
 find what the outcomes tell. Other flags go to the script. Exits with status 1 where the accuracy is
 below --least. Written: benchmarks/results/frozen-SCRIPT.md.
@@ -61,7 +61,7 @@ def main():
     add = parser.add_argument
     add("--script", default="istar_sokoban", choices=["istar_sokoban", "istar_webshop"])
     add("--batches", type=int, default=16, help="from which the PRM learns")
-    add("--tasks", type=int, default=32, help="of a batch, and groups of a step of the PRM")
+    add("--tasks", type=int, default=32, help="of a batch, and groups that the PRM draws after it")
     add("--least", type=float, default=0.75, help="accuracy on unseen tasks that has to be reached")
     given, flags = parser.parse_known_args()
 
@@ -105,8 +105,8 @@ def main():
         batch = script.flatten(trajectories)
         pairs = script.preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         replay.add(trajectories, pairs)
-        for _ in range(args.prm_steps if replay.groups else 0):
-            script.prm_update(prm, *measured(replay.draw(given.tasks)), args)
+        for groups in replay.draw(given.tasks, args.prm_steps):
+            script.prm_update(prm, *measured(groups), args)
         if (number + 1) % 4 == 0 or number + 1 == given.batches:
             rows.append((number + 1, ranked(script, prm, *unseen, args)))
             tqdm.write(f"{number + 1:3} batches  {rows[-1][1]['pair_accuracy']:.3f}")

@@ -55,7 +55,7 @@ PICTURE_SHARE = 0.25  # of a context's tokens, those that stand for pictures
 TINY = ROOT / "models" / "tiny-webshop"
 CARD = 79 * GIB  # what an A100 or H100 of "80 GB" has
 TOKENS = (2048, 4096, 8192, 16384)
-PRM_RANK, LORA_RANK = 16, 64
+PRM_RANK, LORA_RANK = 16, 64  # --prm-lora-rank (the scripts' default is a full copy), --policy-...
 DISK, RATE = 1e9, 4e14  # [bytes/s] of a disk, [FLOP/s] of a card in training: assumed
 EPISODES = 128  # of an iteration: 16 groups of 8, as the paper's
 
