@@ -19,11 +19,12 @@ def main(script: str, out: str | Path) -> None:
     # conftest has told Python where these are
     from runtime import processes
     from runtime.batching import batch_logprobs
-    from runtime.networks import add_adapter
+    from runtime.networks import add_adapter, following
 
     module, number = load(script), int(os.environ.get("WORLD_SIZE", 1))
     args = settings(micro_batch_tokens=40, processes=number, engine="none", minibatches=2)
     args.tasks_per_iteration, args.policy_lora_rank, args.value_clip = 4, 0, 0.5
+    args.prm_ridge = 0.5
     processes.start(args)
 
     torch.manual_seed(processes.rank())  # what is drawn is the first process's
@@ -58,7 +59,20 @@ def main(script: str, out: str | Path) -> None:
     old = batch_logprobs(policy, batch, args)
     old = old - 0.1 * torch.rand(len(old), generator=draw)  # ratios that are not 1
     moved["old"] = old
-    note("policy", weights, module.policy_update, policy, batch, old, advantages)
+    given = policy, batch, old, advantages
+    if hasattr(module, "prm_update"):  # with a copy that learns and follows the policy
+        pairs = module.preference_pairs(batch.outcomes, batch.group)
+        copied, own = trains("copy", processes.shard(build(0)))
+        copied.on = "policy"
+        note("copy", own, module.prm_update, copied, batch, old, pairs)
+        moved["scores"] = module.score_steps(copied, batch, old, args)
+        before = {key: processes.whole(p.detach()).clone() for key, p in own.items()}
+        with following(copied, policy):
+            note("policy", weights, module.policy_update, *given)
+        for key, p in own.items():
+            moved[f"followed.{key}"] = processes.whole(p.detach()) - before[key]
+    else:
+        note("policy", weights, module.policy_update, *given)
 
     prm, weights = trains("prm", add_adapter(build(1), "prm", 4))
     for seed, (key, parameter) in enumerate(prm.model.named_parameters()):
@@ -66,7 +80,6 @@ def main(script: str, out: str | Path) -> None:
             noise = torch.Generator().manual_seed(seed)
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=noise)
     if hasattr(module, "prm_update"):
-        pairs = module.preference_pairs(batch.outcomes, batch.group)
         note("prm", weights, module.prm_update, prm, batch, old, pairs)
     if hasattr(module, "cross_entropy_update"):
         log_ratios = batch_logprobs(prm, batch, args) - old
