@@ -107,15 +107,18 @@ def micro_batches(network: Network, batch, args, only=None, label: str = ""):
 
     missing = processes.most_parts(packs) - len(mine)
     for _ in range(missing if processes.is_sharded(plain(network.model)) else 0):
-        first = batch.sequences[0]
-        ids = torch.zeros(2, dtype=torch.long)
-        if first.pictures:  # the tower's weights are gathered too
-            ids = first.ids
-        steps = torch.full_like(ids, -1)
-        nothing = padded([Sequence(ids, steps, ids[:0], first.pictures)])
-        logprobs = action_logprobs(network, nothing, args)  # [0]
+        logprobs = action_logprobs(network, nothing(batch), args)  # [0]
         if torch.is_grad_enabled():
             logprobs.sum().backward()
+
+
+def nothing(batch) -> MicroBatch:
+    """A forward pass without a result, of a process that has nothing to do while others have."""
+    first = batch.sequences[0]
+    ids = torch.zeros(2, dtype=torch.long)
+    if first.pictures:  # the tower's weights are gathered too
+        ids = first.ids
+    return padded([Sequence(ids, torch.full_like(ids, -1), ids[:0], first.pictures)])
 
 
 @torch.no_grad()
@@ -134,15 +137,20 @@ def pair_bundles(batch, pairs: list[tuple[int, int]], args):
 
     No pair leaves its group, so a bundle is whole groups, as many as --micro-batch-tokens hold, or
     one. The graphs of as many tokens wait for the loss; what a large group has beyond is computed
-    again. Trajectories that stand in no pair are left out."""
-    budget = args.run_args.micro_batch_tokens
-    bundles = processes.my_part(group_bundles(batch, pairs, budget))
-    for bundle_pairs, sequences in tqdm(bundles, "PRM", leave=False, disable=None):
+    again. Trajectories that stand in no pair are left out. Where weights are divided all processes
+    have as many bundles and as many micro-batches in them, if need be without a pair or a result,
+    and none is computed again: the weights are gathered by all at once."""
+    budget, together = args.run_args.micro_batch_tokens, processes.sharded()
+    bundles = group_bundles(batch, pairs, budget)
+    mine = processes.my_part(bundles)
+    mine += [([], [])] * ((processes.most_parts(bundles) - len(mine)) * together)
+    most = max((len(pack(sequences, budget)) for _, sequences in bundles), default=0)
+    for bundle_pairs, sequences in tqdm(mine, "PRM", leave=False, disable=None):
         held, micros = 0, []
         for packed in pack(sequences, budget):
             held += len(packed) * len(packed[0].ids)
-            micros.append(padded(packed, recompute=held > budget))
-        yield bundle_pairs, micros
+            micros.append(padded(packed, recompute=held > budget and not together))
+        yield bundle_pairs, micros + [nothing(batch)] * ((most - len(micros)) * together)
 
 
 def group_bundles(batch, pairs: list[tuple[int, int]], budget: int) -> list:

@@ -108,9 +108,10 @@ class Network:
     def activate(self):
         """The model, computing as this network does and training its parameters alone."""
         compute_with(self.model, self.adapters)
-        self.model.requires_grad_(False)
-        for parameter in self.trained:
-            parameter.requires_grad_(True)
+        if not processes.is_sharded(self.model):  # there all train, and some may be gathered now
+            self.model.requires_grad_(False)
+            for parameter in self.trained:
+                parameter.requires_grad_(True)
         return self.model
 
     def hidden(self, ids: torch.Tensor, pictures=()) -> torch.Tensor:
@@ -221,10 +222,10 @@ def following(network: Network, policy: Network):
 @torch.no_grad()
 def add_policy(model, policy, factor: float) -> None:
     """Add the policy's weights, times factor, to a model of the same architecture."""
-    weights = policy.parameters()  # of a sharded policy the model has the same shares
+    weights = processes.shares(policy)  # of a sharded policy the model has the same ones
     if is_adapted(policy):
         weights = (weight for _, weight in policy_weights(policy))
-    for own, weight in zip(model.parameters(), weights, strict=True):
+    for own, weight in zip(processes.shares(model), weights, strict=True):
         own.add_(weight.to(own.dtype), alpha=factor)
 
 

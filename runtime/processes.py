@@ -233,6 +233,15 @@ def through(model, function, *inputs):
     return model.through(function, *inputs) if is_sharded(model) else function(*inputs)
 
 
+def shares(model):
+    """The parameters of a model, of a sharded one this process's part of each, which are what its
+    optimiser has: a forward pass may have left some of them gathered."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()
+    return model.parameters()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of which each process may have a part; all processes have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

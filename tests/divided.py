@@ -20,11 +20,12 @@ def main(script: str, out: str | Path, *options: str) -> None:
     # conftest has told Python where these are
     from runtime import processes
     from runtime.batching import batch_logprobs
-    from runtime.networks import add_adapter, recompute_layers
+    from runtime.networks import add_adapter, following, recompute_layers
 
     module, number = load(script), int(os.environ.get("WORLD_SIZE", 1))
     args = settings(micro_batch_tokens=40, processes=number, engine="none", minibatches=2)
     args.tasks_per_iteration, args.policy_lora_rank, args.value_clip = 4, 0, 0.5
+    args.prm_ridge = 0.5
     processes.start(args)
 
     torch.manual_seed(processes.rank())  # what is drawn is the first process's
@@ -68,8 +69,19 @@ def main(script: str, out: str | Path, *options: str) -> None:
     pairs = []
     if hasattr(module, "preference_pairs"):
         pairs = module.preference_pairs(batch.outcomes, batch.group)
-    if hasattr(module, "policy_update"):
-        note("policy", weights, module.policy_update, policy, batch, old, advantages)
+    given = policy, batch, old, advantages
+    if hasattr(module, "prm_update"):  # with a copy that learns and follows the policy
+        copied, own = trains("copy", processes.shard(build(0)))
+        copied.on = "policy"
+        note("copy", own, module.prm_update, copied, batch, old, pairs)
+        moved["scores"] = module.score_steps(copied, batch, old, args)
+        before = {key: processes.whole(p.detach()).clone() for key, p in own.items()}
+        with following(copied, policy):
+            note("policy", weights, module.policy_update, *given)
+        for key, p in own.items():
+            moved[f"followed.{key}"] = processes.whole(p.detach()) - before[key]
+    elif hasattr(module, "policy_update"):
+        note("policy", weights, module.policy_update, *given)
     if hasattr(module, "dpo_update"):
         note("policy", weights, module.dpo_update, policy, batch, old, pairs)
 

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 from runtime.flags import evaluation_tasks
 from runtime.networks import engine_weights
-from runtime.statistics import prm_learning
+from runtime.statistics import pair_statistics, skill
 
 import pytest
 import torch
 from conftest import load, run_main, scripts_with
 from test_math import over_scripts
+from test_scripts import small
 
 ISTAR = [script for script in scripts_with("prm_update", "preference_pairs")]
 
@@ -42,48 +43,100 @@ def test_a_margin_of_a_point_is_the_same_between_any_two_points(module):
         assert module.preference_pairs(outcomes, torch.tensor([0, 0]), 0.05) == [(1, 0)]
 
 
-@over_scripts("in_mixed_group")
-def test_a_group_without_a_pair_is_not_scored(module):
-    """Its outcomes differ, but by no more than the margin."""
-    batch = SimpleNamespace(
-        outcomes=torch.tensor([0.2, 0.3, 0.2, 0.9, 0.5, 0.5]),
-        group=torch.tensor([0, 0, 1, 1, 2, 2]),
-        step_traj=torch.tensor([0, 0, 1, 2, 3, 3, 4, 5]),
-    )
-    pairs = module.preference_pairs(batch.outcomes, batch.group, 0.1)
-    expected = [False, False, False, True, True, True, False, False]
-    assert module.in_mixed_group(batch, pairs).tolist() == expected
-    assert not module.in_mixed_group(batch, []).any()
-
-
 # ------------ the PRM ------------
 
 
-def test_of_several_steps_the_first_is_logged_and_every_skipped_one_counts():
-    first = {"loss": 0.7, "pair_accuracy": 0.5, "margin": 0.0, "grad_norm": 1.0, "skipped": 1}
-    later = {"loss": 0.1, "pair_accuracy": 1.0, "margin": 2.0, "grad_norm": 9.0, "skipped": 0}
-    assert prm_learning([first, later, first]) == first | {"skipped": 2}
-    assert set(prm_learning([]).values()) == {None}
+def test_pairs_are_counted_and_ranked_by_their_sums():
+    """Ties count half: a PRM that has learnt nothing ranks nothing."""
+    batch = SimpleNamespace(step_traj=torch.tensor([0, 1, 1, 2, 2, 2]))
+    pairs = [(0, 1), (2, 0), (1, 2)]  # the winner is shorter, longer, shorter
+    sides = torch.tensor([2.0, 1.0, -1.0, 0.0, 3.0, 3.0])  # right, wrong, a tie
+    stats = pair_statistics(sides, batch, pairs)
+    expected = {"pairs": 3, "pair_accuracy": 0.5, "length_accuracy": 2 / 3}
+    assert stats == pytest.approx(expected)
+    assert pair_statistics(torch.zeros(6), batch, pairs)["pair_accuracy"] == 0.5
+    nothing = {"pairs": 0, "pair_accuracy": None, "length_accuracy": None}
+    assert pair_statistics(torch.zeros(0), batch, []) == nothing
 
 
-def test_pairs_are_ranked_before_anything_was_learnt_from_them(tmp_path):
+@pytest.mark.parametrize(
+    "accuracies, num_pairs, expected",
+    [
+        ([], [], 0.0),
+        ([0, 0], [0, 0], 0.0),  # no pair in any iteration: nothing is known
+        ([0.5], [40], 0.0),
+        ([1.0], [3], 1.0),
+        ([0.75], [8], 0.5),
+        ([0.2, 0.4], [9, 9], 0.0),  # worse than chance is no skill turned round
+        ([1.0, 0.5], [10, 30], 0.25),  # 25 of 40: iterations count as their pairs do
+        ([1.0, 0], [10, 0], 1.0),  # an iteration without a pair says nothing
+    ],
+)
+def test_skill_is_how_much_better_than_chance(accuracies, num_pairs, expected):
+    assert skill(accuracies, num_pairs) == pytest.approx(expected, abs=1e-12)
+
+
+def test_steps_are_scored_and_pairs_ranked_before_the_prm_learns_from_them(tmp_path):
     """With a rate that fits any pair in a step the accuracy would be 1 after it. The first
-    iteration's PRM is the policy: it ranks nothing."""
-    eager = ["--prm-steps", "8", "--prm-learning-rate", "0.01", "--prm-drift-bound", "9"]
+    iteration's PRM is the policy: it rewards nothing and ranks nothing."""
+    eager = ["--prm-steps", "8", "--prm-learning-rate", "0.01"]
     run_main("istar_sokoban", *TINY, *eager, "--seed", 3, cwd=tmp_path)
-    first = rows(tmp_path)[1]
-    assert first["prm/pairs"] and abs(first["prm/margin"]) < 1e-5
+    _, first, second = rows(tmp_path)
+    assert first["prm/pairs"] and first["prm/pair_accuracy"] == 0.5
+    assert first["prm/skill"] == first["prm/alpha"] == first["prm/reward_abs"] == 0
+    assert second["prm/reward_abs"] > 1e-2  # it has learnt something by now
+
+
+FORMS = [
+    (),
+    ("--no-prm-follows",),
+    ("--prm-lora-rank", "4"),
+    ("--prm-lora-rank", "4", "--no-prm-follows"),
+]
+LORA = ("--policy-lora-rank", "4")
+MOVED = (*FORMS, *((*LORA, *form) for form in FORMS))
+STILL = "--dtype bfloat16 --learning-rate 0 --prm-learning-rate 0".split()
 
 
 @pytest.mark.parametrize("script", ["istar_sokoban", "prime_webshop"])
 def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, script):
-    """Nothing learns, and nothing may differ: the policy's weights and the PRM's base are of one
+    """Nothing learns, and nothing may differ: the policy's weights and the PRM's are of one
     precision."""
-    still = "--dtype bfloat16 --learning-rate 0 --prm-learning-rate 0".split()
-    run_main(script, *TINY, *still, cwd=tmp_path)
-    for row in rows(tmp_path)[1:]:
-        rewarded = row.get("prm/drift_abs", row.get("prm/process_std"))
-        assert rewarded < 1e-5  # two precisions: 0.03
+    for number, form in enumerate(FORMS if script.startswith("istar_") else FORMS[:1]):
+        home = tmp_path / str(number)
+        home.mkdir()
+        run_main(script, *TINY, *STILL, *form, cwd=home)
+        for row in rows(home)[1:]:
+            rewarded = row.get("prm/reward_abs", row.get("prm/process_std"))
+            assert rewarded < 1e-5, form  # two precisions: 0.03
+
+
+@pytest.mark.parametrize("form", MOVED, ids=" ".join)
+def test_a_prm_that_has_learnt_nothing_rewards_nothing_when_the_policy_has_moved(tmp_path, form):
+    """Where it follows the policy; where it stays behind, what the policy learnt is its reward."""
+    flags = ["--prm-learning-rate", "0", "--learning-rate", "0.01", "--seed", "3"]
+    run_main("istar_sokoban", *TINY, *flags, *form, cwd=tmp_path)
+    _, first, second = rows(tmp_path)
+    assert first["prm/reward_abs"] < 1e-6 and first["policy/grad_norm"] > 0
+    if "--no-prm-follows" in form:
+        assert second["prm/reward_abs"] > 1e-2
+    else:
+        # float32: a product with the sum of two matrices is not quite the sum of two products
+        assert second["prm/reward_abs"] < (1e-5 if form[:2] == LORA else 1e-6)
+
+
+PAPER = """--prm-lora-rank 0 --no-prm-follows --prm-steps 1 --prm-replay 0 --beta 0.05 --alpha 1
+--prm-ridge 0 --step-std-floor 0 --no-prm-skill --credit-invalid --no-equal-length-pairs"""
+
+
+@pytest.mark.parametrize("script", ISTAR)
+def test_the_papers_setting_runs(tmp_path, script):
+    short = [*small(script), "--engine", "hf", "--iterations", 2]
+    run_main(script, *short, *PAPER.split(), cwd=tmp_path)
+    _, first, second = rows(tmp_path)
+    assert first["prm/pairs"] and first["prm/grad_norm"] > 0
+    assert first["prm/alpha"] == second["prm/alpha"] == 1
+    assert second["prm/reward_abs"] > 0
 
 
 # ------------ the engine ------------

@@ -7,7 +7,15 @@ import random
 
 from runtime import batching
 from runtime.batching import batch_logprobs, micro_batches, padded
-from runtime.networks import action_logprobs, add_adapter, policy_weights, trainable
+from runtime.networks import (
+    Network,
+    action_logprobs,
+    add_adapter,
+    following,
+    policy_weights,
+    trainable,
+)
+from runtime.statistics import pair_statistics
 
 import pytest
 import torch
@@ -113,7 +121,7 @@ def trainer(request):
 
 
 def plain_prm_gradient(model, trajectories, old, pairs, args):
-    """Autograd of mean -log sigmoid(beta (L+ - L-)) + mean relu(|log ratio| - bound)^2, written
+    """Autograd of mean -log sigmoid(beta (L+ - L-)) + ridge * mean (beta * log ratio)^2, written
     out; the second sum is over the trajectories that stand in a pair, its mean over all steps."""
     flat_old, ratios = iter(old.tolist()), []
     for steps in plain_logprobs(model, trajectories, args.temperature):
@@ -128,8 +136,8 @@ def plain_prm_gradient(model, trajectories, old, pairs, args):
 
     compared = {trajectory for pair in pairs for trajectory in pair}
     steps = [ratio for number in compared for ratio in ratios[number]]
-    drifts = [torch.relu(abs(ratio) - args.prm_drift_bound) ** 2 for ratio in steps]
-    return gradient_of(sum(losses) / len(losses) + sum(drifts) / sum(map(len, ratios)), model)
+    penalty = args.prm_ridge * sum((args.beta * r) ** 2 for r in steps) / sum(map(len, ratios))
+    return gradient_of(sum(losses) / len(losses) + penalty, model)
 
 
 @history((False, True))
@@ -139,7 +147,7 @@ def plain_prm_gradient(model, trajectories, old, pairs, args):
         dict(equal_length_pairs=False),
         dict(equal_length_pairs=True),
         dict(equal_length_pairs=False, prm_reduce="mean", temperature=0.7),
-        dict(prm_drift_bound=0.05),  # most steps are beyond it
+        dict(prm_ridge=20.0),
     ],
     ids=str,
 )
@@ -154,8 +162,10 @@ def test_dpo_gradient_equals_autograd_for_any_micro_batch(istar, changes, histor
     expected = plain_prm_gradient(prm.model, trajectories, old, pairs, args)
     for args.run_args.micro_batch_tokens in BUDGETS:
         stats = istar.prm_update(prm, batch, old, pairs, args)
+        assert stats.keys() == {"loss", "margin"}
         assert_same(prm.optimizer.gradient, expected)
-        assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+        norm = prm.optimizer_stats()["grad_norm"]
+        assert norm == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
 @history((False, True))
@@ -164,7 +174,7 @@ def test_what_a_group_has_beyond_the_budget_is_computed_again(istar, history, mo
     run a second time for the backward pass, and the gradient is the same."""
     prm = captured(prm_model(), "prm")
     batch = istar.flatten(random_trajectories(istar, history=history))
-    args, gradients, bundles, forwards = settings(prm_drift_bound=0.05), [], [], []
+    args, gradients, bundles, forwards = settings(prm_ridge=20.0), [], [], []
     old = old_logprobs_of(batch, args)
     pairs = istar.preference_pairs(batch.outcomes, batch.group)
     real = istar.pair_bundles
@@ -194,13 +204,13 @@ def test_what_a_group_has_beyond_the_budget_is_computed_again(istar, history, mo
     assert len(bundles) == 3  # with the smallest budget each group is a bundle
 
 
-def test_drift_beyond_the_bound_is_what_adds_to_the_gradient(istar):
-    """The case above with a bound tests nothing unless the penalty is felt."""
+def test_the_ridge_is_what_adds_to_the_gradient(istar):
+    """The cases above with a ridge test nothing unless it is felt."""
     prm, gradients = captured(prm_model(), "prm"), []
     batch = istar.flatten(random_trajectories(istar))
     pairs = istar.preference_pairs(batch.outcomes, batch.group)
-    for bound in (0.05, 1e9):
-        args = settings(prm_drift_bound=bound)
+    for ridge in (20.0, 0.0):
+        args = settings(prm_ridge=ridge, beta=0.5)
         istar.prm_update(prm, batch, old_logprobs_of(batch, args), pairs, args)
         gradients.append(prm.optimizer.gradient)
     assert (gradients[0] - gradients[1]).norm() > 0.1 * gradients[1].norm()
@@ -214,23 +224,135 @@ def plant(trajectories):
     return trajectories
 
 
-def test_prm_learns_a_planted_difference(istar):
-    """Pairs never learnt from are ranked right, and only the adapter moves."""
+@pytest.mark.parametrize("rank", (0, 4))
+def test_prm_learns_a_planted_difference(istar, rank):
+    """Pairs never learnt from are ranked right; of an adapter its own weights alone move."""
 
     def planted(seed):
         batch = istar.flatten(plant(random_trajectories(istar, seed, groups=4)))
         pairs = istar.preference_pairs(batch.outcomes, batch.group)
         return batch, old_logprobs_of(batch, args), pairs
 
-    args, model = settings(prm_drift_bound=1.0), new_prm()
+    def accuracy(batch, old, pairs):
+        rewards = istar.score_steps(prm, batch, old, args)
+        sides, _ = istar.pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")
+        return pair_statistics(sides, batch, pairs)["pair_accuracy"]
+
+    args, model = settings(beta=0.5, prm_ridge=0.1), new_prm() if rank else random_model(0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     prm = network(model, torch.optim.AdamW(trainable(model), lr=3e-3), "prm")
+    assert accuracy(*planted(99)) == 0.5  # it starts as the policy
     stats = [istar.prm_update(prm, *planted(seed), args) for seed in range(30)]
-    assert stats[0]["pair_accuracy"] == 0.0 and stats[0]["margin"] == 0.0  # it starts as the policy
-    assert stats[0]["loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["grad_norm"] > 0
-    assert stats[-1]["pair_accuracy"] > 0.9 and stats[-1]["margin"] > 0
+    assert stats[0]["margin"] == 0.0 and prm.optimizer_stats()["grad_norm"] > 0
+    assert stats[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert stats[-1]["margin"] > 0 and accuracy(*planted(99)) > 0.9
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved == {name for name in before if "lora_" in name}
+    assert moved == {name for name in before if "lora_" in name or not rank}
+
+
+@history((False, True))
+def test_step_rewards_are_beta_times_the_steps_log_ratio(istar, history):
+    trajectories = random_trajectories(istar, history=history)
+    prm, batch, args = network(prm_model(), name="prm"), istar.flatten(trajectories), settings()
+    old = old_logprobs_of(batch, args)
+    flat_old, expected = iter(old.tolist()), []
+    for steps in plain_logprobs(prm.model, trajectories):
+        expected += [0.05 * sum(token.item() - next(flat_old) for token in step) for step in steps]
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        ours = istar.score_steps(prm, batch, old, args)
+        assert ours.tolist() == pytest.approx(expected, abs=1e-5)
+    assert max(map(abs, expected)) > 1e-2
+
+
+# ------------ a PRM that follows the policy ------------
+
+
+def moved(model, seed: int) -> None:
+    """What an optimiser does: all that trains moves, at random."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainable(model):
+            parameter += 0.05 * torch.randn(parameter.shape, generator=draw)
+
+
+def dense(model) -> list[torch.Tensor]:
+    """The weights that the policy computes with, an adapter added."""
+    return [weight.clone() for _, weight in policy_weights(model)]
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=lambda lora: "adapter" if lora else "dense")
+def test_what_a_prm_has_learnt_stays_when_the_policy_moves(lora):
+    """phi - pi is the same before and after an update, and where phi is pi it stays so bit for
+    bit."""
+    model = add_adapter(random_model(0), "policy", 4) if lora else random_model(0)
+    policy, phi = network(model), random_model(0)
+    prm = Network("prm", phi, Capture(phi), on="policy")
+    for seed in range(3):
+        before = dense(model)
+        with following(prm, policy):
+            moved(policy.activate(), seed)
+        assert all(torch.equal(p, weight) for p, weight in zip(phi.parameters(), dense(model)))
+        assert not all(map(torch.equal, before, dense(model)))
+
+    moved(phi, 9)  # it learns
+    for seed in range(3):
+        learnt = [p - weight for p, weight in zip(phi.parameters(), dense(model))]
+        with following(prm, policy):
+            moved(policy.activate(), seed)
+        for p, weight, expected in zip(phi.parameters(), dense(model), learnt):
+            assert (p - weight - expected).abs().max() < 1e-6
+            assert expected.abs().max() > 1e-2
+
+
+def test_only_a_copy_on_the_policy_is_moved():
+    """One on the initial model stays, and an adapter on the policy has its weights already."""
+    policy = network(random_model(0))
+    for phi, on in (
+        (random_model(0), "initial"),
+        (add_adapter(random_model(0), "prm", 4), "policy"),
+    ):
+        before = [p.detach().clone() for p in phi.parameters()]
+        with following(Network("prm", phi, Capture(phi), on=on), policy):
+            moved(policy.model, 1)
+        assert all(map(torch.equal, before, phi.parameters()))
+
+
+@pytest.mark.parametrize("lora", (False, True), ids=lambda lora: "adapter" if lora else "dense")
+def test_an_adapter_stands_on_the_policy_or_on_the_initial_model(batch, lora):
+    """What the policy learns is in the log-probabilities of the one and not of the other, and the
+    policy feels neither."""
+    plain_model = random_model(0)
+    if lora:
+        model = policy_model = add_adapter(plain_model, "policy", 4)
+        phi = add_adapter(model, "prm", 4)
+    else:
+        policy_model, phi = plain_model, add_adapter(plain_model, "prm", 4)
+    own = [p for name, p in phi.named_parameters() if ".prm." in name]
+    weights = [p for name, p in phi.named_parameters() if ".policy." in name]
+    weights = weights or [p for name, p in phi.named_parameters() if "lora_" not in name]
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    policy = Network("policy", policy_model, sgd(weights))
+    prm = Network("prm", phi, sgd(own), on="policy")
+    apart = Network("prm", phi, sgd(own))  # the same adapter, on the initial model
+
+    logprobs = lambda each: batch_logprobs(each, batch, settings())  # noqa: E731
+    initial = logprobs(policy)
+    moved(policy.activate(), 1)
+    assert {id(p) for p in trainable(policy_model)} == {id(p) for p in weights}
+    after = logprobs(policy)
+    assert (after - initial).abs().max() > 1e-2
+    assert (logprobs(prm) - after).abs().max() < 1e-6
+    if lora:  # of a dense policy nothing is left of the initial model
+        assert torch.equal(logprobs(apart), initial)
+    moved(prm.activate(), 2)
+    assert {id(p) for p in trainable(phi)} == {id(p) for p in own}
+    moved(prm.model, 3)  # B was 0
+    assert (logprobs(prm) - after).abs().max() > 1e-2
+    assert torch.equal(logprobs(policy), after)
+    loaded = random_model(9)  # what the engine is given and a checkpoint keeps
+    missing, unexpected = loaded.load_state_dict(dict(policy_weights(policy_model)), strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"])
+    assert (logprobs(network(loaded)) - after).abs().max() < 1e-3
 
 
 # ------------ the policy ------------
@@ -365,7 +487,7 @@ def test_order_of_trajectories_changes_nothing(trainer, history):
         trainer.policy_update(policy, batch, old, advantages, args)
         gradients.append([policy.optimizer.gradient])
         if hasattr(trainer, "prm_update"):
-            prm, args.prm_drift_bound = captured(prm_model(), "prm"), 1.0
+            prm, args.prm_ridge = captured(prm_model(), "prm"), 0.1
             pairs = trainer.preference_pairs(batch.outcomes, batch.group)
             trainer.prm_update(prm, batch, old_logprobs_of(batch, args), pairs, args)
             gradients[-1].append(prm.optimizer.gradient)
@@ -706,7 +828,8 @@ def test_adapters_share_one_base(batch):
     assert add_adapter(model, "prm", 4) is model and {*model.peft_config} == {"policy", "prm"}
     reference = batch_logprobs(network(random_model(0)), batch, settings())
     for name, other in (("policy", "prm"), ("prm", "policy")):
-        one = network(model, name=name)
+        own = [p for n, p in model.named_parameters() if f".{name}." in n]
+        one = network(model, torch.optim.SGD(own, 1.0), name)
         one.activate()
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert trained and all(f".{name}." in n for n in trained)

@@ -18,8 +18,8 @@ SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 
 --iterations 2 --seed 5"""
 DIVIDED = str(ROOT / "tests" / "divided.py")
 UPDATES = {
-    "istar_sokoban": ["policy", "prm"],
-    "istar_visual_sokoban": ["policy", "prm"],
+    "istar_sokoban": ["policy", "prm", "copy", "followed"],
+    "istar_visual_sokoban": ["policy", "prm", "copy", "followed"],
     "prime_webshop": ["policy", "prm"],
     "ppo_webshop": ["policy", "critic"],
     "dpo_webshop": ["policy"],

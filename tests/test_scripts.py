@@ -40,7 +40,8 @@ ALWAYS = """train/success train/score train/return train/episode_steps train/val
 train/dead_groups policy/loss policy/clip_fraction policy/approx_kl policy/ratio policy/grad_norm
 policy/engine_gap time/rollout time/logprobs time/update time/sync time/total tokens/rollout
 tokens/trained iteration""".split()
-PRM = "prm/loss prm/pair_accuracy prm/margin prm/grad_norm prm/pairs time/prm".split()
+PRM = """prm/pair_accuracy prm/length_accuracy prm/pairs prm/skill prm/alpha prm/reward_abs
+prm/grad_norm prm/skipped time/prm""".split()
 SMALL = """--tasks-per-iteration 6 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2
 --seed 9"""  # with it groups are mixed in every world from the first iteration on
 TASKS, GROUP, STEPS = 6, 4, {"sokoban": 4, "visual_sokoban": 4, "webshop": 7, "sotopia": 4}
@@ -149,8 +150,12 @@ def assert_whole(run, script, iterations=2):
             and row["tokens/rollout"] < row["tokens/trained"]
         )
         if script in ISTAR:
-            learnt = [row[key] is not None for key in PRM if key not in ("time/prm", "prm/pairs")]
-            assert all(learnt) if row["prm/pairs"] and arguments["beta"] else not any(learnt)
+            ranked = [row[f"prm/{key}_accuracy"] is not None for key in ("pair", "length")]
+            assert ranked == [row["prm/pairs"] > 0] * 2
+            # of iterations before, too
+            paired = any(past["prm/pairs"] for past in table[1 : row["iteration"] + 1])
+            for key in ("prm/loss", "prm/margin"):
+                assert (key in row) == bool(paired and arguments["beta"])
     assert [row["iteration"] for row in table if "eval/success" in row] == [
         0,
         *range(2, iterations + 1, 2),
@@ -198,9 +203,17 @@ def assert_whole(run, script, iterations=2):
         prm = PeftModel.from_pretrained(start, run / "prm")
         assert any(p.any() for name, p in prm.named_parameters() if "lora_B" in name)
     if script in ISTAR:
-        prm = PeftModel.from_pretrained(start, run / "prm")
-        scale = sum(p.abs().sum() for name, p in prm.named_parameters() if "lora_B" in name).item()
-        assert (scale > 0) == (arguments["beta"] > 0 and any(row.get("prm/pairs") for row in table))
+        taught = arguments["beta"] > 0 and any(row.get("prm/pairs") for row in table)
+        assert learnt_by_prm(run, script) == taught
+
+
+def learnt_by_prm(run, script) -> bool:
+    """Whether a run's PRM has learnt anything: as a copy that follows the policy it is the policy
+    until then, as an adapter the identity."""
+    if not (run / "prm/adapter_config.json").exists():
+        return bool(same_tensors(*(run / f"{n}/model.safetensors" for n in ("policy", "prm"))))
+    prm = PeftModel.from_pretrained(read_model(default_model(script)), run / "prm")
+    return any(p.any() for name, p in prm.named_parameters() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("script", READY)
@@ -221,6 +234,7 @@ def test_every_script_runs_and_leaves_a_whole_run(play, script):
     )
     if script in ISTAR:
         assert json.loads((run / "args.json").read_text())["alpha"] == 1.0
+        assert done.stdout.count("prm/pair_accuracy 0.") and done.stdout.count("prm/skill 0.")
         pairs = sum(row["prm/pairs"] for row in rows(run)[1:])
         assert pairs > 0, "half of this file looks at nothing: another --seed in SMALL gives pairs"
 
@@ -393,7 +407,8 @@ def test_both_adapters_on_one_base_with_grpo(play, script):
     """A LoRA policy: its file is dense, the PRM's adapter fits the first model, one base is in
     memory."""
     estimator = ["--estimator", "grpo"] if script in ESTIMATING else []
-    run, done = play(f"lora-{script}", script, "--policy-lora-rank", "4", *estimator)
+    ranks = ["--policy-lora-rank", "4", "--prm-lora-rank", "16"]
+    run, done = play(f"lora-{script}", script, *ranks, *estimator)
     assert_whole(run, script)
     base = read_model(default_model(script))
     count = sum(p.numel() for p in base.parameters())
@@ -412,7 +427,8 @@ def test_both_adapters_on_one_base_with_grpo(play, script):
 
 @pytest.mark.parametrize("script", ISTAR)
 def test_one_base_in_memory(script, tmp_path, monkeypatch):
-    """What main builds, counted: with a LoRA policy one model is read, without one two."""
+    """What main builds, counted: a second model is read for a PRM that is a copy, and for an
+    adapter on the initial model where the policy is none."""
     reads, adapters = [], []
     seeing = environment(script).startswith("visual")
     loader = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
@@ -429,14 +445,24 @@ def test_one_base_in_memory(script, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "from_pretrained", read)
     monkeypatch.setattr(runtime.run, "add_adapter", add)
     small = "--eval-only --engine hf --max-steps 1 --eval-tasks 1 --eval-samples 1".split()
-    for rank, models in ((4, 1), (0, 2)):
+    initial = ["--no-prm-follows"]
+    for rank, prm_rank, where, models in (
+        (4, 16, [], 1),
+        (4, 16, initial, 1),
+        (0, 16, [], 1),
+        (0, 16, initial, 2),
+        (4, 0, [], 2),
+        (0, 0, [], 2),
+    ):
         reads.clear()
         adapters.clear()
-        flags = ["--run-name", f"rank {rank}", "--policy-lora-rank", rank]
+        flags = ["--run-name", f"ranks {rank} {prm_rank} {len(where)}"]
+        flags += ["--policy-lora-rank", rank, "--prm-lora-rank", prm_rank, *where]
         run_main(script, *small, *flags, cwd=tmp_path)
         assert len(reads) == models
-        assert [name for name, _ in adapters] == (["policy", "prm"] if rank else ["prm"])
-        assert len({id(model) for _, model in adapters}) == 1
+        expected = ["policy"] * bool(rank) + ["prm"] * bool(prm_rank)
+        assert [name for name, _ in adapters] == expected
+        assert len({id(model) for _, model in adapters}) == bool(expected)
 
 
 @pytest.mark.parametrize("script", ISTAR)
@@ -449,13 +475,11 @@ def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play, script)
     assert_whole(run, script)
     table = rows(run)[1:]
     assert sum(row["prm/pairs"] for row in table) > 0  # it could have learnt
-    assert all(row["prm/loss"] is None for row in table)
+    assert all("prm/loss" not in row for row in table)
     state = load_file(run / "checkpoints/000002/trained.safetensors")
     moments = [key for key in state if key.startswith("prm.") and key.count(".") > 1]
     assert not moments  # no step was taken
-    base = read_model(default_model(script))
-    prm = PeftModel.from_pretrained(base, run / "prm")
-    assert all(not p.any() for name, p in prm.named_parameters() if "lora_B" in name)
+    assert not learnt_by_prm(run, script)
     for line in (run / "episodes.jsonl").read_text().splitlines():
         assert all(step["implicit_reward"] == 0 for step in json.loads(line)["steps"])
 
