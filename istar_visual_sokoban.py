@@ -35,7 +35,7 @@ from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Se
 from runtime.replay import Replay
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
-from runtime.statistics import mean_gap, pair_statistics, prm_statistics, skill
+from runtime.statistics import in_mixed_group, mean_gap, pair_statistics, prm_statistics, skill
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -82,6 +82,7 @@ class Args:
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
     prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
+    mixed_groups_only: bool = True  # A^S is for groups that have a pair (paper: for all).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
@@ -455,7 +456,8 @@ def main():
         trust = skill(run.recent("prm/pair_accuracy"), run.recent("prm/pairs"))  # 0 to 1
         run.log("prm", {"skill": trust})
         alpha = args.alpha * (trust if args.prm_skill else 1.0)
-        credited = ~batch.invalid | args.credit_invalid  # [S] what is rare moves with any change
+        credited = in_mixed_group(batch, pairs) | (not args.mixed_groups_only)  # [S]
+        credited &= ~batch.invalid | args.credit_invalid  # what is rare moves with any change
         step_adv = torch.zeros_like(rewards)  # [S]
         step_adv[credited] = step_advantages(rewards[credited], step_group[credited])
         advantages = episode_adv + alpha * step_adv  # [S]

@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
 SCRIPTS = {"truth": "istar"}  # of rows that have another name than their script
 OWN = {  # flags of a row
-    "truth": "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill",  # A^S comes from elsewhere
+    "truth": "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill --no-mixed-groups-only",
     "prime": "--ratio token",  # it has no other
 }
 # chosen on the validation tasks (docs/results.md); the same for every row

@@ -23,6 +23,12 @@ def pair_statistics(sides: torch.Tensor, batch, pairs: list) -> dict:
     return stats
 
 
+def in_mixed_group(batch, pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """Whether a step's group has a pair, [S]: the others taught the PRM nothing."""
+    paired = batch.group[[winner for winner, _ in pairs]]  # [P]
+    return torch.isin(batch.group, paired)[batch.step_traj]
+
+
 def skill(accuracies: list[float], num_pairs: list[int]) -> float:
     """How far a PRM's credit is trusted, 0 to 1: how much better than chance it ranked the pairs of
     recent iterations before it learnt from them, 2 * accuracy - 1, or 0 where it was no better."""
@@ -39,8 +45,7 @@ def prm_statistics(
 
     credit_share: mean |alpha A^S| over mean |A^E|, in groups that have a pair. A correlation is
     Pearson's, over the credited steps. Each is None where it is not defined."""
-    paired = batch.group[[winner for winner, _ in pairs]]  # [P]
-    mixed = torch.isin(batch.group, paired)[batch.step_traj]  # [S]
+    mixed = in_mixed_group(batch, pairs)  # [S]
     of_outcomes = episode_adv[mixed].abs().sum().item()
     stats = {"alpha": alpha, "credit_share": None}
     if of_outcomes:
