@@ -14,8 +14,8 @@ from test_scripts import rows, same_tensors, small, without_times
 SCRIPT = "istar_webshop_ablations"
 FLAGS = {
     "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1"],
-    "merged": ["--merge-rewards", "--alpha", "0.5"],
-    "token": ["--granularity", "token", "--ratio", "token", "--alpha", "1"],
+    "merged": ["--merge-rewards", "--alpha", "0.5", "--no-prm-skill"],
+    "token": ["--granularity", "token", "--ratio", "token", "--alpha", "1", "--no-prm-skill"],
 }
 
 
@@ -50,11 +50,13 @@ def home(tmp_path_factory):
 
 
 def played(home, name, *flags, script=SCRIPT):
-    """(metrics, episodes) of a run of one iteration."""
-    short = [*small(script), "--iterations", 1, "--eval-tasks", 1]
+    """(metrics, the last episodes) of a run of two iterations: in the first the PRM has learnt
+    nothing."""
+    short = [*small(script), "--iterations", 2, "--eval-tasks", 1]
     run_main(script, *short, "--engine", "hf", "--run-name", name, *flags, cwd=home)
     lines = (home / "runs" / name / "episodes.jsonl").read_text().splitlines()
-    return rows(home / "runs" / name), [json.loads(line) for line in lines]
+    episodes = [json.loads(line) for line in lines]
+    return rows(home / "runs" / name), [e for e in episodes if e["iteration"] == 2]
 
 
 def steps_of(episodes, key):
@@ -70,30 +72,31 @@ def outcomes_of(episodes):
     return {e["task"]: [f["outcome"] for f in episodes if f["task"] == e["task"]] for e in episodes}
 
 
-def test_ground_truth_is_the_worlds_own_reward_in_mixed_groups(home):
+def test_ground_truth_is_the_worlds_own_reward(home):
     table, episodes = played(home, "ground-truth", *FLAGS["ground-truth"], "--temperature", "1.3")
-    outcomes = outcomes_of(episodes)
-    mixed = {task for task, values in outcomes.items() if len({*values}) == 2}
-    assert mixed and mixed != outcomes.keys()
     for episode in episodes:
         for step in episode["steps"]:
-            expected = step["reward"] if episode["task"] in mixed else 0.0
-            assert step["ground_truth_reward"] == pytest.approx(expected)
+            assert step["ground_truth_reward"] == pytest.approx(step["reward"])
             assert "implicit_reward" not in step
 
     rewards, credit = steps_of(episodes, "reward"), steps_of(episodes, "step_advantage")
-    for task in mixed:
-        floored = max(std(rewards[task]), 0.1)
-        expected = [(r - mean(rewards[task])) / floored for r in rewards[task]]
-        np.testing.assert_allclose(credit[task], expected, atol=1e-4)
-        assert any(credit[task])
-    advantages, valid = steps_of(episodes, "advantage"), steps_of(episodes, "valid")
+    valid = {task: np.array(values) for task, values in steps_of(episodes, "valid").items()}
+    known = np.concatenate([np.array(rewards[task])[valid[task]] for task in rewards])
+    for task, values in credit.items():
+        credited, expected = np.array(rewards[task])[valid[task]], np.zeros(len(values))
+        if len({*credited}) > 1:
+            floored = max(std(credited), known.std())
+            expected[valid[task]] = (credited - mean(credited)) / floored
+        np.testing.assert_allclose(values, expected, atol=1e-4)
+    assert any(map(any, credit.values())) and not all(map(any, credit.values()))
+    assert not all(map(np.all, valid.values()))  # invalid answers have no credit
+    advantages = steps_of(episodes, "advantage")
     outcome_adv = dict(of_steps_by_rloo(episodes))
     for task, values in advantages.items():  # A = A^E + alpha * A^S, alpha = 1
-        expected = np.array(outcome_adv[task]) + credit[task] - 0.1 * ~np.array(valid[task])
+        expected = np.array(outcome_adv[task]) + credit[task] - 0.1 * ~valid[task]
         np.testing.assert_allclose(values, expected, atol=1e-4)
-    assert all(row.get("prm/loss") is None for row in table)  # no PRM learns
-    assert all(row["prm/pairs"] for row in table[1:])
+    assert all("prm/loss" not in row for row in table)  # no PRM learns
+    assert table[1]["prm/pairs"] and all(row["prm/alpha"] == 1 for row in table[1:])
 
 
 def of_steps_by_rloo(episodes):
