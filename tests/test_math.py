@@ -383,22 +383,31 @@ class Told:
 
 @pytest.mark.parametrize("module", ESTIMATED, indirect=True)
 @pytest.mark.parametrize("estimator, alpha", product(("rloo", "grpo", "reinforce++"), (0.0, 0.7)))
-@pytest.mark.parametrize("skilled, all_credited", [(False, True), (True, False), (True, True)])
-def test_main_adds_alpha_times_the_step_advantages(module, estimator, alpha, skilled, all_credited):
+@pytest.mark.parametrize(
+    "skilled, all_credited, mixed", [(False, True, False), (True, False, True), (True, True, True)]
+)
+def test_main_adds_alpha_times_the_step_advantages(
+    module, estimator, alpha, skilled, all_credited, mixed
+):
     """A^S over the steps that have credit; its weight is alpha times the PRM's skill."""
     arrays, batch = episode_case(0, "scores")
     outcomes, group, step_traj, invalid = arrays
     rewards = np.random.default_rng(1).normal(scale=0.5, size=len(step_traj))
     args = SimpleNamespace(estimator=estimator, alpha=alpha, invalid_penalty=0.1)
-    args.prm_skill, args.credit_invalid = skilled, all_credited
+    args.prm_skill, args.credit_invalid, args.mixed_groups_only = skilled, all_credited, mixed
     run = Told()
+    pairs = [(int(np.flatnonzero(group == g)[0]),) * 2 for g in set(group) - {0}]
     given = dict(batch=batch, args=args, run=run, rewards=torch.tensor(rewards).float())
+    given["pairs"] = pairs  # every group but the first has one
     ours = advantages_of_main(module, **given)
 
     credited = np.ones_like(invalid) if all_credited else ~invalid
+    if mixed:  # but of the group without a pair
+        credited = credited & (group[step_traj] != 0)
     of_steps, step_group = np.zeros(len(step_traj)), group[step_traj]
     of_steps[credited] = numpy_grpo(rewards[credited], step_group[credited])
     assert np.any(of_steps[invalid]) == all_credited
+    assert np.any(of_steps[group[step_traj] == 0]) != mixed
     assert run.row == {"prm/skill": pytest.approx(0.5)}
     weight = alpha * (0.5 if skilled else 1.0)
     of_episodes = numpy_episode(estimator, *arrays, 0.1)
@@ -411,9 +420,10 @@ def test_main_takes_a_batch_without_a_step_that_has_credit(module):
     arrays, batch = episode_case(0, "scores")
     batch.invalid = torch.ones_like(batch.invalid)
     args = SimpleNamespace(estimator="rloo", alpha=1.0, invalid_penalty=0.1)
-    args.prm_skill, args.credit_invalid = False, False
+    args.prm_skill, args.credit_invalid, args.mixed_groups_only = False, False, True
     rewards = torch.randn(len(batch.step_traj))
-    ours = advantages_of_main(module, batch=batch, args=args, run=Told(), rewards=rewards)
+    given = dict(batch=batch, args=args, run=Told(), rewards=rewards, pairs=[])
+    ours = advantages_of_main(module, **given)
     expected = numpy_episode("rloo", *arrays[:3], np.ones_like(arrays[3]), 0.1)
     close(ours, expected, 1e-4)
 
