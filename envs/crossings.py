@@ -66,8 +66,11 @@ class CrossingsArgs:
 class Crossings:
     """Walks, their tasks and their split. No task is in two of the three sets."""
 
-    def __init__(self, max_steps: int = 16, guarded: int = 10, needed: int = 7):
-        """Raises ValueError where guarded or needed are more than there can be."""
+    def __init__(self, max_steps: int = 16, guarded: int | None = None, needed: int | None = None):
+        """max_steps: the crossings of a walk; guarded: 10 of them, needed: 7 of those, or as many
+        as there are. Raises ValueError where more are asked for than there can be."""
+        guarded = min(10, max_steps) if guarded is None else guarded
+        needed = min(7, guarded) if needed is None else needed
         if not needed <= guarded <= max_steps:
             raise ValueError(f"needed {needed} <= guarded {guarded} <= crossings {max_steps}")
         self.crossings, self.guarded, self.needed = max_steps, guarded, needed
@@ -78,8 +81,12 @@ class Crossings:
 
     @classmethod
     def from_args(cls, args) -> "Crossings":
-        """The world of a script's flags; a walk has --crossings steps, whatever --max-steps is."""
+        """The world of a script's flags. A walk has --crossings steps; --max-steps is no less."""
         world = args.world
+        if args.max_steps < world.crossings:
+            sys.exit(
+                f"--max-steps {args.max_steps}: a walk has --crossings {world.crossings} steps"
+            )
         try:
             return cls(world.crossings, world.guarded, world.needed)
         except ValueError as error:

@@ -74,6 +74,9 @@ def start(args) -> torch.device:
     if sharded() and (args.policy_lora_rank or run_args.engine == "hf"):
         needs = "FSDP shards a policy that is trained whole, sampled by vllm"
         sys.exit(f"--policy-lora-rank, --engine hf: {needs}")
+    if sharded() and getattr(args, "prm_lora_rank", 0) and getattr(args, "prm_follows", False):
+        rank = f"--prm-lora-rank {args.prm_lora_rank}"
+        sys.exit(f"{rank}: no adapter on a sharded policy; 0 shards a full copy of it")
     # with it transformers loads weights in the first process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not state.is_main_process:

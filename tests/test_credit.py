@@ -126,7 +126,7 @@ def test_a_prm_that_has_learnt_nothing_rewards_nothing_when_the_policy_has_moved
 
 
 PAPER = """--prm-lora-rank 0 --no-prm-follows --prm-steps 1 --prm-replay 0 --beta 0.05 --alpha 1
---prm-ridge 0 --step-std-floor 0 --no-prm-skill --credit-invalid --no-equal-length-pairs"""
+--prm-ridge 0 --no-prm-skill --no-mixed-groups-only --credit-invalid --no-equal-length-pairs"""
 
 
 @pytest.mark.parametrize("script", ISTAR)

@@ -59,13 +59,27 @@ def test_whole_groups_are_drawn_none_twice():
     for seed in range(3):
         replay.add(*episodes(seed))
     random.seed(5)
-    draws = [[t.task for t in replay.draw(2)] for _ in range(40)]
+    draws = [[t.task for part in replay.draw(2, 1) for t in part] for _ in range(40)]
     assert all(len({*draw}) == 2 and sorted(draw)[::4] == sorted({*draw}) for draw in draws)
     assert {number for draw in draws for number in draw} == {*range(6)}
     random.seed(5)
-    assert [[t.task for t in replay.draw(2)] for _ in range(40)] == draws
-    assert sorted(t.task for t in replay.draw(99)) == sorted([*range(6)] * 4)
-    assert Replay(9).draw(4) == []
+    assert [[t.task for part in replay.draw(2, 1) for t in part] for _ in range(40)] == draws
+    (everything,) = replay.draw(99, 1)
+    assert sorted(t.task for t in everything) == sorted([*range(6)] * 4)
+    assert Replay(9).draw(4, 2) == [] == replay.draw(4, 0)
+
+
+@pytest.mark.parametrize(
+    "number, parts, sizes", [(5, 2, [3, 2]), (6, 4, [2, 2, 1, 1]), (1, 2, [1])]
+)
+def test_what_is_drawn_is_dealt_into_parts_of_whole_groups(number, parts, sizes):
+    replay = Replay(9)
+    for seed in range(3):
+        replay.add(*episodes(seed))
+    dealt = [[t.task for t in part] for part in replay.draw(number, parts)]
+    assert [len({*part}) for part in dealt] == sizes
+    assert all(part.count(task) == 4 for part in dealt for task in part)
+    assert len({task for part in dealt for task in part}) == number
 
 
 def test_what_is_drawn_is_a_batch_of_the_same_tokens_and_pairs():
@@ -73,7 +87,7 @@ def test_what_is_drawn_is_a_batch_of_the_same_tokens_and_pairs():
     replay, (trajectories, pairs) = Replay(9), episodes(4)
     replay.add(trajectories, pairs)
     mixed = trajectories[:4] + trajectories[8:]
-    now, past = MODULE.flatten(mixed), MODULE.Batch(**flat_tensors(replay.draw(2)))
+    now, past = MODULE.flatten(mixed), MODULE.Batch(**flat_tensors(*replay.draw(2, 1)))
     if past.group[0] != now.group[0] or past.outcomes.tolist() != now.outcomes.tolist():
         past = MODULE.flatten([t for group in replay.groups for t in group])
     assert past.outcomes.tolist() == now.outcomes.tolist()
@@ -103,6 +117,6 @@ def test_a_checkpoint_brings_it_back(tmp_path, pictures, most, iterations):
         each.add(*episodes(8, pictures))
     assert again.groups == replay.groups
     random.seed(1)
-    drawn = replay.draw(2)
+    drawn = replay.draw(2, 2)
     random.seed(1)
-    assert again.draw(2) == drawn != []
+    assert again.draw(2, 2) == drawn != []
