@@ -85,13 +85,13 @@ COEFFICIENTS = {
     "prime": over("prm-learning-rate", 3e-4, 3e-3) + over("beta", 0.5),
     "ppo": over("critic-learning-rate", 3e-4, 3e-3) + over("gae-lambda", 1),
     "dpo": over("beta", 0.01, 0.2, 1),
-    "istar": over("prm-learning-rate", 3e-4) + over("alpha", 0.3, 1),
+    "istar": over("prm-learning-rate", 3e-4) + over("alpha", 0.3, 3),
 }
 ON_SOKOBAN = "rloo grpo reinforce_pp gigpo graphgpo istar"
 ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
 ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo gigpo istar"
-ALPHAS, BETAS = over("alpha", 0, 0.03, 0.1, 0.3, 1), over("beta", 0.01, 0.05, 0.2, 1)
+ALPHAS, BETAS = over("alpha", 0, 0.1, 0.3, 1, 3), over("beta", 0.05, 0.3, 1, 3)
 GRID = ["istar_webshop.py" + alpha + beta for alpha in ALPHAS for beta in BETAS]
 BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
 RATIOS = [command + ratio for command in every("rloo grpo", "webshop") for ratio in BY_STEP]
@@ -113,7 +113,7 @@ STUDIES = {
 EXPECTED = {"sokoban": (10, 9), "webshop": (28, 17), "sotopia": (8, 5), "visual_sokoban": (50, 35)}
 # Passes over all tokens of an iteration, (without, with) a gradient; those of every algorithm: one
 # that samples, one for log pi_old, one of the update. Sequences that are left out are counted too.
-PASSES = {"istar": (3, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
+PASSES = {"istar": (4, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
 
 
 def world_and_algorithm(command: str) -> tuple[str, str]:
