@@ -13,7 +13,7 @@ from test_scripts import rows, same_tensors, small, without_times
 
 SCRIPT = "istar_webshop_ablations"
 FLAGS = {
-    "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1"],
+    "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1", "--no-mixed-groups-only"],
     "merged": ["--merge-rewards", "--alpha", "0.5", "--no-prm-skill"],
     "token": ["--granularity", "token", "--ratio", "token", "--alpha", "1", "--no-prm-skill"],
 }

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 MINE = "istar_webshop_mine.py"
-ADVANTAGES = "advantages = episode_adv + args.alpha * step_adv"
+ADVANTAGES = "advantages = episode_adv + alpha * step_adv"
 RENAMED = ("def flatten(trajectories: list[Trajectory])", "def flatten(episodes: list[Trajectory])")
 
 
@@ -247,7 +247,7 @@ def test_at_most_eight_blocks(tree):
 def test_a_copy_of_any_name_is_ones_own(tree):
     """It is not checked, not refused, and --fix of any script leaves it as it is."""
     shutil.copy(tree / "istar_webshop.py", tree / MINE)
-    edit(tree / MINE, ADVANTAGES, "advantages = episode_adv + 2 * args.alpha * step_adv")
+    edit(tree / MINE, ADVANTAGES, "advantages = episode_adv + 2 * alpha * step_adv")
     edit(tree / MINE, *RENAMED)
     mine = (tree / MINE).read_bytes()
     done = run(tree)
