@@ -457,10 +457,11 @@ def main():
         trust = skill(run.recent("prm/pair_accuracy"), run.recent("prm/pairs"))  # 0 to 1
         run.log("prm", {"skill": trust})
         alpha = args.alpha * (trust if args.prm_skill and learns else 1.0)
-        credited = in_mixed_group(units, pairs) | (not args.mixed_groups_only)  # [U]
-        credited &= ~invalid | args.credit_invalid  # what is rare moves with any change
+        credited = in_mixed_group(batch, pairs) | (not args.mixed_groups_only)  # [S]
+        credited &= ~batch.invalid | args.credit_invalid  # what is rare moves with any change
+        own = credited[batch.token_step] if per_token else credited  # [U]
         step_adv = torch.zeros_like(rewards)  # [U]
-        step_adv[credited] = step_advantages(rewards[credited], step_group[credited])
+        step_adv[own] = step_advantages(rewards[own], step_group[own])
         if args.merge_rewards:
             advantages = merged_advantages(batch, rewards, alpha, invalid, args.invalid_penalty)
             episode_adv = torch.full_like(advantages, float("nan"))  # one advantage for both
@@ -485,8 +486,8 @@ def main():
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        valid, advs = ~batch.invalid, (means[1], means[0], alpha)
-        run.log("prm", prm_statistics(batch, pairs, valid, step_reward, old_logprobs, *advs))
+        advs = means[1], means[0], alpha
+        run.log("prm", prm_statistics(batch, pairs, credited, step_reward, old_logprobs, *advs))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
