@@ -84,7 +84,7 @@ class Setting:
 def shape_of(config) -> Shape | None:
     """The decoder's shape, by its configuration; None where it is not one of dense layers with a
     gated feed-forward, as Llama's, Qwen's and Mistral's are."""
-    config = config.get_text_config(decoder=True)
+    whole, config = config, config.get_text_config(decoder=True)
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
     sizes = [getattr(config, name, None) for name in names.split()]
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]
@@ -93,7 +93,9 @@ def shape_of(config) -> Shape | None:
     hidden, inner, layers, heads, vocabulary = sizes
     width = getattr(config, "head_dim", None) or hidden // heads
     keys = getattr(config, "num_key_value_heads", None) or heads
-    tied, norms = bool(config.tie_word_embeddings), config.model_type.startswith("qwen3")
+    of_whole = getattr(whole, "tie_word_embeddings", False)
+    tied = bool(getattr(config, "tie_word_embeddings", of_whole))
+    norms = config.model_type.startswith("qwen3")
     return Shape(hidden, inner, layers, heads * width, keys * width, vocabulary, tied, norms)
 
 
