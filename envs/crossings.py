@@ -75,9 +75,10 @@ class Crossings:
             raise ValueError(f"needed {needed} <= guarded {guarded} <= crossings {max_steps}")
         self.crossings, self.guarded, self.needed = max_steps, guarded, needed
         self.name = f"{max_steps} crossings, {guarded} guarded, {needed} right answers needed"
+        first = EVAL_TASKS + VALIDATION_TASKS  # that is trained on
         self.eval_tasks = range(EVAL_TASKS)
-        self.validation_tasks = range(EVAL_TASKS, EVAL_TASKS + VALIDATION_TASKS)
-        self.train_tasks = range(1024, 1024 + TRAIN_TASKS)
+        self.validation_tasks = range(EVAL_TASKS, first)
+        self.train_tasks = range(first, first + TRAIN_TASKS)
 
     @classmethod
     def from_args(cls, args) -> "Crossings":
