@@ -89,7 +89,7 @@ class Network:
 
     def __init__(self, name: str, model, optimizer, dtype: str = "float32", on: str = "initial"):
         self.name, self.model, self.optimizer = name, model, optimizer
-        self.on, self.adapters = on, (on, name)
+        self.on = on
         # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
         self.bfloat16 = dtype == "bfloat16" and not processes.is_sharded(plain(model))
         self.skips = 0  # updates in a row that were not finite
@@ -107,7 +107,7 @@ class Network:
 
     def activate(self):
         """The model, computing as this network does and training its parameters alone."""
-        compute_with(self.model, self.adapters)
+        compute_with(self.model, (self.on, self.name))
         if not processes.is_sharded(self.model):  # there all train, and some may be gathered now
             self.model.requires_grad_(False)
             for parameter in self.trained:
