@@ -144,13 +144,15 @@ def pair_bundles(batch, pairs: list[tuple[int, int]], args):
     bundles = group_bundles(batch, pairs, budget)
     mine = processes.my_part(bundles)
     mine += [([], [])] * ((processes.most_parts(bundles) - len(mine)) * together)
-    most = max((len(pack(sequences, budget)) for _, sequences in bundles), default=0)
+    most = 0  # micro-batches of a bundle, where all processes have to make as many
+    if together:
+        most = max((len(pack(sequences, budget)) for _, sequences in bundles), default=0)
     for bundle_pairs, sequences in tqdm(mine, "PRM", leave=False, disable=None):
         held, micros = 0, []
         for packed in pack(sequences, budget):
             held += len(packed) * len(packed[0].ids)
             micros.append(padded(packed, recompute=held > budget and not together))
-        yield bundle_pairs, micros + [nothing(batch)] * ((most - len(micros)) * together)
+        yield bundle_pairs, micros + [nothing(batch)] * max(0, most - len(micros))
 
 
 def group_bundles(batch, pairs: list[tuple[int, int]], budget: int) -> list:
