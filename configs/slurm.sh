@@ -15,7 +15,8 @@ set -euo pipefail
 
 script=$1
 shift
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${hosts%%$'\n'*}
 processes=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
 
 # torchrun starts a process for each GPU of its machine

@@ -192,7 +192,8 @@ def state_of(networks: list[Network]) -> dict:
 def write_dense(path: Path, model, tokenizer, args) -> None:
     """Write the policy as one dense network in --dtype, tensor by tensor: what --model reads."""
     causal, dtype = plain(model), getattr(torch, args.run_args.dtype)
-    shapes = {name: (dtype, shape) for name, shape in policy_shapes(model).items()}
+    empty = ((name, torch.empty(s, device="meta")) for name, s in policy_shapes(model).items())
+    shapes = {name: (dtype, tensor.shape) for name, tensor in as_stored(causal, empty)}
     if processes.rank() == 0:
         path.mkdir()
         causal.config.save_pretrained(path)
@@ -203,7 +204,19 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
         tokenizer.save_pretrained(path)
         if hasattr(causal, "picture_processor"):
             causal.picture_processor.processor.save_pretrained(path)
-    write_tensors(path / "model.safetensors", shapes, policy_weights(model))
+    write_tensors(path / "model.safetensors", shapes, as_stored(causal, policy_weights(model)))
+
+
+def as_stored(causal, weights):
+    """These (name, tensor) under the names that the model's files have, which transformers changes
+    on reading some architectures (Qwen2.5-VL)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for name, tensor in weights:
+        stored = [*revert_weight_conversion(causal, {name: tensor}).items()]
+        del tensor  # a loop's variable would keep one while the next is made
+        while stored:
+            yield stored.pop(0)
 
 
 def export_policy(run: Path, networks: list[Network], tokenizer, args) -> None:

@@ -183,12 +183,14 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
     """vLLM's newer runner draws the seeds of requests from numpy."""
     for name in ("report.announce", "report.summary", "report.write_page"):
         monkeypatch.setattr(f"runtime.run.{name}", lambda run: None)
-    monkeypatch.setattr("runtime.run.load_checkpoint", lambda path, networks: (0, []))
+    monkeypatch.setattr("runtime.run.load_checkpoint", lambda *saved: (0, []))
+    monkeypatch.setattr("runtime.run.export_policy", lambda *saved: None)
     drawn = []
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        args = SimpleNamespace(seed=1, iterations=2, run_args=SimpleNamespace(eval_only=False))
-        run = SimpleNamespace(args=args, path=tmp_path, starts=[])
+        run_args = SimpleNamespace(eval_only=False, gradient_checkpointing=False)
+        args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
+        run = SimpleNamespace(args=args, path=tmp_path, starts=[], tokenizer=None)
         Run.resume(run)
         drawn.append([(np.random.rand(), torch.rand(()).item())])  # the evaluation at the start
         drawn[-1] += [(np.random.rand(), torch.rand(()).item()) for _ in Run.iterations(run)]

@@ -283,15 +283,16 @@ def test_a_run_keeps_its_panel_and_what_credit_is_made_of(runs, world):
         shown = [e["success"] for e in panel if e["iteration"] == row["iteration"]]
         assert sum(shown) / len(shown) == row["eval/success"]
     flags = json.loads((run / "args.json").read_text())
-    steps = [step for episode in episodes for step in episode["steps"]]
-    for step in steps:
-        alpha = flags["alpha"] * step["step_advantage"]
-        assert step["advantage"] == pytest.approx(step["episode_advantage"] + alpha, abs=1e-5)
+    trust = {row["iteration"]: row.get("prm/skill") for row in metrics}
+    steps = [(step, trust[e["iteration"]]) for e in episodes for step in e["steps"]]
+    for step, skill in steps:
+        credit = flags["alpha"] * skill * step["step_advantage"]
+        assert step["advantage"] == pytest.approx(step["episode_advantage"] + credit, abs=1e-5)
         assert step["logprob"] < 0 < step["tokens"] <= flags["max_action_tokens"]
-    seen = [step for step in steps if step["ratio"] is not None]
+    seen = [step for step, _ in steps if step["ratio"] is not None]
     assert any(step["ratio"] != 1 for step in seen)  # the second minibatch is off policy
     assert all(step["clipped"] == (abs(step["ratio"] - 1) > flags["clip"]) for step in seen)
-    assert any(step["progress"] for step in steps) == (world != "webshop")
+    assert any(step["progress"] for step, _ in steps) == (world != "webshop")
 
 
 def test_wandb_gets_the_rows_as_tables():

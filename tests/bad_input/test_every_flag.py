@@ -27,6 +27,10 @@ NEVER_0 = {"prime_webshop": {"prm_lora_rank"}}  # its PRM is an adapter that lea
 MAY_BE_INFINITE = {"lr_halving", "max_grad_norm"}
 
 
+def may_be_0(script, name) -> bool:
+    return name in MAY_BE_0 and name not in NEVER_0.get(script, ())
+
+
 def flags_like(script, *kinds) -> dict:
     """{name: (type, default)} of a script's flags whose value is of one of these kinds."""
     flags = kinds_of(load(script).Args)
@@ -76,8 +80,7 @@ def test_no_flag_takes_what_is_no_number_or_below_0(script):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_zero_infinity_and_2_to_the_64(script):
     for name in flags_like(script, int, float):
-        may_be_0 = name in MAY_BE_0 and name not in NEVER_0.get(script, ())
-        check = assert_taken if may_be_0 else assert_refused
+        check = assert_taken if may_be_0(script, name) else assert_refused
         check(script, name, "0")
         check = assert_taken if name in MAY_BE_INFINITE else assert_refused
         check(script, name, "inf")
@@ -146,7 +149,7 @@ def test_switches_take_true_and_false_alone(script):
 def test_what_is_taken_arrives(script, monkeypatch):
     """Through tyro, as main has it."""
     numbers = flags_like(script, int, float)
-    chosen = {name: "0" for name in numbers if name in MAY_BE_0}
+    chosen = {name: "0" for name in numbers if may_be_0(script, name)}
     chosen |= {name: "inf" for name in numbers if name in MAY_BE_INFINITE}
     monkeypatch.setattr(sys, "argv", [script, *(f"--{n}={v}" for n, v in chosen.items())])
     flags = flags_of(parse(load(script).Args, ""))
