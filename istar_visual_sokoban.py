@@ -313,7 +313,9 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
 
 
 def score_steps(prm: Network, batch: Batch, old_logprobs, args) -> torch.Tensor:
-    """r_phi of every step by the PRM as it is now, [S]."""
+    """r_phi of every step by the PRM as it is now, [S]; 0 where there is none (--beta 0)."""
+    if not args.beta:
+        return torch.zeros(len(batch.step_traj))
     prm_logprobs = batch_logprobs(prm, batch, args, label="PRM")  # [K]
     log_phi = sum_per_step(prm_logprobs, batch)  # [S]
     log_old = sum_per_step(old_logprobs, batch)  # [S]
@@ -438,8 +440,7 @@ def main():
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         rewards = score_steps(prm, batch, old_logprobs, args)  # [S] of episodes new to the PRM
-        sides, _ = pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")  # [2P]
-        run.log("prm", pair_statistics(sides, batch, pairs))  # pair_accuracy: of pairs new to it
+        run.log("prm", pair_statistics(rewards, batch, pairs))  # pair_accuracy: of pairs new to it
 
         replay.add(trajectories, pairs)
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if args.beta else 0):
@@ -475,8 +476,8 @@ def main():
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        advs = episode_adv, step_adv, alpha
-        run.log("prm", prm_statistics(batch, pairs, credited, rewards, old_logprobs, *advs))
+        terms = rewards, episode_adv, step_adv, old_logprobs, run.initial_logprobs(policy, batch)
+        run.log("prm", prm_statistics(batch, pairs, credited, *terms, args, alpha))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())

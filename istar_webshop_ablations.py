@@ -318,7 +318,9 @@ def prm_update(prm: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
 
 
 def score_steps(prm: Network, batch: Batch, old_logprobs, args) -> torch.Tensor:
-    """r_phi of every step by the PRM as it is now, [S]."""
+    """r_phi of every step by the PRM as it is now, [S]; 0 where there is none (--beta 0)."""
+    if not args.beta:
+        return torch.zeros(len(batch.step_traj))
     prm_logprobs = batch_logprobs(prm, batch, args, label="PRM")  # [K]
     log_phi = sum_per_step(prm_logprobs, batch)  # [S]
     log_old = sum_per_step(old_logprobs, batch)  # [S]
@@ -376,10 +378,8 @@ def merged_advantages(batch: Batch, rewards, alpha: float, invalid, penalty: flo
 
 def by_token(batch: Batch) -> Batch:
     """The same batch with every action token as a step of its own, for advantages [K]."""
-    number = len(batch.token_step)
-    return batch._replace(
-        step_traj=batch.step_traj[batch.token_step], token_step=torch.arange(number)
-    )
+    step_traj = batch.step_traj[batch.token_step]  # [K]
+    return batch._replace(step_traj=step_traj, token_step=torch.arange(len(step_traj)))
 
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk or weights that are not finite end in one line
@@ -436,8 +436,7 @@ def main():
             units, invalid = by_token(batch), batch.invalid[batch.token_step]
         rewards = score_steps(prm, units, old_logprobs, args)  # [U] of episodes new to the PRM
         step_reward = sum_per_step(rewards, batch) if per_token else rewards  # [S]
-        sides, _ = pair_log_ratios(step_reward, batch.step_traj, pairs, True, "sum")  # [2P]
-        run.log("prm", pair_statistics(sides, batch, pairs))  # pair_accuracy: of pairs new to it
+        run.log("prm", pair_statistics(step_reward, batch, pairs))  # pair_accuracy: of new pairs
 
         replay.add(trajectories, pairs)
         learns = args.beta and args.step_reward == "implicit"
@@ -486,8 +485,8 @@ def main():
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        advs = means[1], means[0], alpha
-        run.log("prm", prm_statistics(batch, pairs, credited, step_reward, old_logprobs, *advs))
+        terms = step_reward, means[1], means[0], old_logprobs, run.initial_logprobs(policy, batch)
+        run.log("prm", prm_statistics(batch, pairs, credited, *terms, args, alpha))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())

@@ -251,10 +251,8 @@ def rloo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 def by_token(batch: Batch) -> Batch:
     """The same batch with every action token as a step of its own, for advantages [K]."""
-    number = len(batch.token_step)
-    return batch._replace(
-        step_traj=batch.step_traj[batch.token_step], token_step=torch.arange(number)
-    )
+    step_traj = batch.step_traj[batch.token_step]  # [K]
+    return batch._replace(step_traj=step_traj, token_step=torch.arange(len(step_traj)))
 
 
 def token_rewards(prm_logprobs, ref_logprobs, beta: float) -> torch.Tensor:

@@ -52,8 +52,7 @@ def ranked(script, prm, batch, old_logprobs, pairs, args) -> dict:
     from runtime.statistics import pair_statistics
 
     rewards = script.score_steps(prm, batch, old_logprobs, args)  # [S]
-    sides, _ = script.pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")
-    return pair_statistics(sides, batch, pairs)
+    return pair_statistics(rewards, batch, pairs)
 
 
 def main():

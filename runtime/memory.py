@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from runtime.terminal import warn
 
 GIB = 2**30
-ENGINE = 0.4  # of a GPU, the engine's share of it while it samples
 SPARE = 1.1  # a GPU's memory is cut into pieces: so much more than the tensors
 LOGITS = 2**28  # of them at a time (networks.py)
 SMALLER = (8192, 4096, 2048, 1024)  # --micro-batch-tokens that are tried
@@ -74,6 +73,7 @@ class Setting:
     dtype: str = "bfloat16"
     recompute: bool = False  # --gradient-checkpointing
     cards: int = 1  # that share a policy which is trained whole (FSDP)
+    engine_share: float = 0.4  # of a card, the engine's while it samples; 0: it is elsewhere
 
     @property
     def number(self) -> int:
@@ -154,14 +154,16 @@ def kept_by_layer(shape: Shape, dtype: str) -> int:
 def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
     """Bytes that a card has to have, or a machine without one for this process."""
     parts = predict(shape, setting, gpu)
-    engine = setting.number * shape.dense
+    engine = setting.number * shape.dense if setting.engine_share else 0
     if not gpu:
         return sum(parts.values()) + engine
     gradients = 4 * shape.dense / setting.cards
     if setting.lora_rank:
         gradients = 4 * shape.adapter * setting.lora_rank
     resident = parts["policy"] - gradients + parts["PRM"]
-    return max(SPARE * sum(parts.values()), resident / (1 - ENGINE), engine / ENGINE)
+    share = setting.engine_share
+    need = max(SPARE * sum(parts.values()), resident / (1 - share))
+    return max(need, engine / share) if share else need
 
 
 def checkpoint_size(shape: Shape, setting: Setting) -> float:
@@ -233,6 +235,7 @@ def setting_of(args, cards: int) -> Setting:
         dtype=run_args.dtype,
         recompute=run_args.gradient_checkpointing,
         cards=cards,
+        engine_share=0.0 if run_args.engine_url else run_args.engine_gpu_share,
     )
 
 
@@ -247,7 +250,8 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / neighbours
         what = "this machine has" if neighbours == 1 else "its share of this machine is"
-        if args.run_args.engine != "hf":  # vLLM's cache stays there while the trainer works
+        # vLLM's cache stays there while the trainer works
+        if args.run_args.engine != "hf" and not args.run_args.engine_url:
             memory -= args.run_args.engine_memory * GIB
             what = f"beside --engine-memory {what}"
     setting = setting_of(args, cards)

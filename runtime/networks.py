@@ -208,6 +208,24 @@ def action_logprobs(network: Network, micro, args) -> torch.Tensor:
 
 
 @contextmanager
+def initial(policy: Network, read):
+    """The policy's network with the initial weights in place of its own, which come back
+    afterwards. read() gives a model of them; a LoRA policy has them for its base."""
+    kept = []
+    if not is_adapted(policy.model):
+        ours = dense_parameters(policy.model).values()
+        kept = [(weight, weight.detach().cpu().clone()) for weight in ours]
+        for weight, first in zip(ours, read().parameters(), strict=True):
+            weight.data.copy_(first)
+    try:
+        dtype = "bfloat16" if policy.bfloat16 else "float32"
+        yield Network("initial", policy.model, policy.optimizer, dtype)
+    finally:
+        for weight, own in kept:
+            weight.data.copy_(own)
+
+
+@contextmanager
 def following(network: Network, policy: Network):
     """Around an update of the policy: a network of its own weights that stands on the policy moves
     as far as the policy moves, from pi_old + D to pi_theta + D, where D is what it has learnt."""
@@ -222,10 +240,10 @@ def following(network: Network, policy: Network):
 @torch.no_grad()
 def add_policy(model, policy, factor: float) -> None:
     """Add the policy's weights, times factor, to a model of the same architecture."""
-    weights = processes.shares(policy)  # of a sharded policy the model has the same ones
+    weights = processes.shares(policy).values()  # of a sharded policy the model has the same ones
     if is_adapted(policy):
         weights = (weight for _, weight in policy_weights(policy))
-    for own, weight in zip(processes.shares(model), weights, strict=True):
+    for own, weight in zip(processes.shares(model).values(), weights, strict=True):
         own.add_(weight.to(own.dtype), alpha=factor)
 
 
@@ -241,20 +259,25 @@ def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
     return sums.exp().clamp(min(cap, 1 / cap), cap)
 
 
-def policy_shapes(model) -> dict[str, torch.Size]:
-    """{name: shape} of what policy_weights yields, in its order."""
+def dense_parameters(model) -> dict[str, torch.nn.Parameter]:
+    """{name: weight} of the model without its adapters, under the names that it has without."""
     return {
-        name.replace(".base_layer.", "."): parameter.shape
-        for name, parameter in plain(model).named_parameters()
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in processes.shares(plain(model)).items()
         if ".lora_" not in name
     }
+
+
+def policy_shapes(model) -> dict[str, torch.Size]:
+    """{name: shape} of what policy_weights yields, in its order."""
+    return {name: parameter.shape for name, parameter in dense_parameters(model).items()}
 
 
 def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""
     causal = plain(model)
-    for name, parameter in causal.named_parameters():
+    for name, parameter in processes.shares(causal).items():
         layer = name.removesuffix(".base_layer.weight")
         if layer != name and "policy" in causal.get_submodule(layer).lora_A:
             parameter = parameter + causal.get_submodule(layer).get_delta_weight("policy")

@@ -236,13 +236,14 @@ def through(model, function, *inputs):
     return model.through(function, *inputs) if is_sharded(model) else function(*inputs)
 
 
-def shares(model):
-    """The parameters of a model, of a sharded one this process's part of each, which are what its
-    optimiser has: a forward pass may have left some of them gathered."""
+def shares(model) -> dict[str, torch.nn.Parameter]:
+    """{name: parameter} of a model, of a sharded one this process's part of each, which are what
+    its optimiser has: a forward pass may have left some of them gathered, in memory that FSDP is
+    going to free and nobody else may hold."""
     for module in model.modules():
         if is_sharded(module):
             module.reshard()
-    return model.parameters()
+    return dict(model.named_parameters())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

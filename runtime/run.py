@@ -34,6 +34,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from runtime import processes, report, terminal
+from runtime.batching import batch_logprobs
 from runtime.checkpoints import (
     DamagedError,
     export_policy,
@@ -56,7 +57,7 @@ from runtime.models import (
     read_tokenizer,
     stop_ids_of,
 )
-from runtime.networks import Network, add_adapter, recompute_layers
+from runtime.networks import Network, add_adapter, initial, recompute_layers
 from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
 from runtime.remote import RemoteEngine
@@ -256,7 +257,7 @@ class Run:
     def recent(self, name: str, iterations: int = 5) -> list[float]:
         """What was logged as name in the last iterations, this one included, the oldest first; 0
         where it was not defined."""
-        rows = [*self.rows, self.row][-iterations:]
+        rows = [*self.rows[1:], self.row][-iterations:]  # without the start's
         return [row.get(name) or 0 for row in rows]
 
     def log_episodes(self, kind: str, trajectories: list) -> None:
@@ -269,6 +270,14 @@ class Run:
             sampled = sum(step >= 0 for t in trajectories for step in t.step_ids)
             trained = sum(len(t.token_ids) for t in trajectories)
             self.row |= {"tokens/rollout": sampled, "tokens/trained": trained}
+
+    def initial_logprobs(self, policy: Network, batch) -> torch.Tensor | None:
+        """log pi_init of the batch's action tokens, [K], by the initial policy; None except where
+        the panel is played, and of a sharded policy: it costs a forward pass."""
+        if not self.evaluates(self.iteration) or processes.is_sharded(policy.model):
+            return None
+        with initial(policy, functools.partial(self.read_model, whole=True)) as network:
+            return batch_logprobs(network, batch, self.args, label="initial policy")
 
     def evaluates(self, iteration: int) -> bool:
         """Whether the panel is played after this iteration."""

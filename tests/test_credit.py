@@ -50,26 +50,27 @@ def test_pairs_are_counted_and_ranked_by_their_sums():
     """Ties count half: a PRM that has learnt nothing ranks nothing."""
     batch = SimpleNamespace(step_traj=torch.tensor([0, 1, 1, 2, 2, 2]))
     pairs = [(0, 1), (2, 0), (1, 2)]  # the winner is shorter, longer, shorter
-    sides = torch.tensor([2.0, 1.0, -1.0, 0.0, 3.0, 3.0])  # right, wrong, a tie
-    stats = pair_statistics(sides, batch, pairs)
+    rewards = torch.tensor([2.0, 1.0, 1.0, -1.0, 3.0, 9.0])  # right, wrong, a tie: by common steps
+    stats = pair_statistics(rewards, batch, pairs)
     expected = {"pairs": 3, "pair_accuracy": 0.5, "length_accuracy": 2 / 3}
     assert stats == pytest.approx(expected)
     assert pair_statistics(torch.zeros(6), batch, pairs)["pair_accuracy"] == 0.5
     nothing = {"pairs": 0, "pair_accuracy": None, "length_accuracy": None}
-    assert pair_statistics(torch.zeros(0), batch, []) == nothing
+    assert pair_statistics(rewards, batch, []) == nothing
 
 
 @pytest.mark.parametrize(
     "accuracies, num_pairs, expected",
     [
         ([], [], 0.0),
-        ([0, 0], [0, 0], 0.0),  # no pair in any iteration: nothing is known
+        ([0] * 5, [0] * 5, 0.0),  # no pair in any iteration: nothing is known
         ([0.5], [40], 0.0),
-        ([1.0], [3], 1.0),
-        ([0.75], [8], 0.5),
+        ([1.0], [3], 0.2),  # the first of five iterations
+        ([0.75, 0.75], [8, 8], 0.2),
+        ([0.75] * 5, [8] * 5, 0.5),
         ([0.2, 0.4], [9, 9], 0.0),  # worse than chance is no skill turned round
-        ([1.0, 0.5], [10, 30], 0.25),  # 25 of 40: iterations count as their pairs do
-        ([1.0, 0], [10, 0], 1.0),  # an iteration without a pair says nothing
+        ([1.0, 0.5, 0.5, 0.5, 0.5], [10, 30, 0, 0, 0], 0.25),  # they count as their pairs do
+        ([1.0, 0, 0, 0, 0], [10, 0, 0, 0, 0], 1.0),  # an iteration without a pair says nothing
     ],
 )
 def test_skill_is_how_much_better_than_chance(accuracies, num_pairs, expected):

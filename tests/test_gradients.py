@@ -4,6 +4,7 @@ order change nothing."""
 import copy
 import math
 import random
+from functools import partial
 
 from runtime import batching
 from runtime.batching import batch_logprobs, micro_batches, padded
@@ -12,10 +13,11 @@ from runtime.networks import (
     action_logprobs,
     add_adapter,
     following,
+    initial,
     policy_weights,
     trainable,
 )
-from runtime.statistics import pair_statistics
+from runtime.statistics import pair_statistics, prm_statistics
 
 import pytest
 import torch
@@ -235,8 +237,7 @@ def test_prm_learns_a_planted_difference(istar, rank):
 
     def accuracy(batch, old, pairs):
         rewards = istar.score_steps(prm, batch, old, args)
-        sides, _ = istar.pair_log_ratios(rewards, batch.step_traj, pairs, True, "sum")
-        return pair_statistics(sides, batch, pairs)["pair_accuracy"]
+        return pair_statistics(rewards, batch, pairs)["pair_accuracy"]
 
     args, model = settings(beta=0.5, prm_ridge=0.1), new_prm() if rank else random_model(0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -262,6 +263,51 @@ def test_step_rewards_are_beta_times_the_steps_log_ratio(istar, history):
         ours = istar.score_steps(prm, batch, old, args)
         assert ours.tolist() == pytest.approx(expected, abs=1e-5)
     assert max(map(abs, expected)) > 1e-2
+
+
+# ------------ what a reward is made of ------------
+
+
+@pytest.mark.parametrize("kind", ("dense", "adapter", "dense, PRM adapted"))
+def test_initial_weights_come_and_go(kind):
+    """log pi_init is that of the model that was read, and afterwards the policy is as it was."""
+    model = random_model(0)
+    if kind == "adapter":
+        model = add_adapter(model, "policy", 4)
+    policy = network(model)
+    if kind == "dense, PRM adapted":
+        prm = Network("prm", add_adapter(model, "prm", 4), Capture(model), on="policy")
+        moved(prm.activate(), 3)
+    module, args = load("istar_webshop"), settings()
+    batch = module.flatten(random_trajectories(module))
+    policy.activate()
+    first = batch_logprobs(policy, batch, args)
+    moved(model, 1)
+    own, weights = batch_logprobs(policy, batch, args), dense(model)
+    with initial(policy, partial(random_model, 0)) as network_then:
+        assert torch.equal(batch_logprobs(network_then, batch, args), first)
+    assert torch.equal(batch_logprobs(policy, batch, args), own) and not torch.equal(own, first)
+    assert all(map(torch.equal, weights, dense(model)))
+
+
+def test_the_terms_of_a_reward_are_told_apart():
+    """A PRM that stays behind a policy that moved the right way: its rewards point backwards."""
+    module, args = load("istar_webshop"), settings(beta=0.5)
+    batch = module.flatten(random_trajectories(module))
+    pairs = module.preference_pairs(batch.outcomes, batch.group)
+    right = batch.outcomes[batch.step_traj]  # [S]
+    batch = batch._replace(progress=right)
+    init = torch.zeros(len(batch.token_step))
+    old = right[batch.token_step] / torch.bincount(batch.token_step)[batch.token_step]
+    rewards = module.step_rewards(0.25 * right, module.sum_per_step(old, batch), args.beta)
+    values = torch.ones(len(right), dtype=torch.bool), rewards, right, rewards
+    stats = prm_statistics(batch, pairs, *values, old, init, args, 1.0)
+    assert stats["old_init_accuracy"] == stats["phi_init_accuracy"] == 1.0
+    assert stats["old_init_progress_correlation"] == pytest.approx(1.0)
+    assert stats["phi_init_progress_correlation"] == pytest.approx(1.0)
+    assert stats["advantage_progress_correlation"] == pytest.approx(-1.0)
+    assert pair_statistics(rewards, batch, pairs)["pair_accuracy"] == 0.0
+    assert "old_init_accuracy" not in prm_statistics(batch, pairs, *values, old, None, args, 1.0)
 
 
 # ------------ a PRM that follows the policy ------------

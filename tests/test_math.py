@@ -366,10 +366,10 @@ def test_main_gives_the_policy_the_advantages_of_its_baseline(module, seed, kind
 
 
 class Told:
-    """What the paragraph asks of a run and tells it: of the last two iterations 30 pairs of 40 were
-    ranked right, so credit is trusted by a half."""
+    """What the paragraph asks of a run and tells it: of the last five iterations 75 pairs of 100
+    were ranked right, so credit is trusted by a half."""
 
-    past = {"prm/pair_accuracy": [0.9, 0.6], "prm/pairs": [20, 20]}
+    past = {"prm/pair_accuracy": [0.9, 0.6, 0.75, 0.5, 1.0], "prm/pairs": [20] * 5}
 
     def __init__(self):
         self.row = {}

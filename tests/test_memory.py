@@ -2,6 +2,7 @@
 that fit."""
 
 import os
+from dataclasses import replace
 
 import runtime.memory
 from runtime.checkpoints import REPLAY
@@ -93,6 +94,22 @@ def test_less_is_needed_with_each_flag_that_is_for_it():
     assert predict(QWEN_7B, whole)["PRM"] > 4 * QWEN_7B.dense and without["PRM"] == 0
     critic = Setting(8192, lora_rank=64, prm_rank=16, own_base=True)
     assert predict(QWEN_7B, critic)["PRM"] > 2 * QWEN_7B.dense
+
+
+def test_the_engines_share_of_a_card_is_the_flags():
+    """What the trainer keeps has the rest beside it; an engine elsewhere takes nothing."""
+    adapted = Setting(64, lora_rank=16, recompute=True)
+    parts = predict(QWEN_7B, adapted)
+    engine = 2 * QWEN_7B.dense
+    least = max(1.1 * sum(parts.values()), parts["policy"])
+    for share in (0.05, 0.2, 0.9):
+        need = needed(QWEN_7B, replace(adapted, engine_share=share), gpu=True)
+        assert need >= max(engine / share, least)
+    assert needed(QWEN_7B, replace(adapted, engine_share=0.05), gpu=True) == engine / 0.05
+    assert needed(QWEN_7B, replace(adapted, engine_share=0.0), gpu=True) == least
+    apart = [replace(adapted, engine_share=share) for share in (0.4, 0.0)]
+    here, elsewhere = (needed(QWEN_7B, setting, gpu=False) for setting in apart)
+    assert here - elsewhere == engine
 
 
 @pytest.mark.parametrize("memory", (1000, 200, 79, 40, 23))

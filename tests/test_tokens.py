@@ -252,8 +252,9 @@ def test_a_world_says_what_it_knows_and_no_more(module, lossy, history):
     row = describe(trajectories, "train", world)
     assert row["train/return"] == 0.0 and row["train/success"] == row["train/score"] == 1.0
     credited, values = torch.ones(len(steps), dtype=torch.bool), torch.arange(float(len(steps)))
-    old_logprobs = torch.zeros(len(batch.token_step))
-    stats = prm_statistics(batch, [(0, 1)], credited, values, old_logprobs, values, values, 0.5)
+    old_logprobs, args = torch.zeros(len(batch.token_step)), SimpleNamespace(beta=1.0)
+    terms = values, values, values, old_logprobs, None
+    stats = prm_statistics(batch, [(0, 1)], credited, *terms, args, 0.5)
     assert stats["advantage_progress_correlation"] is None
     assert (stats["reward_abs"], stats["credit_share"]) == (5.5, 0.5)
     assert len(episode_lines({"iteration": 1}, trajectories, {"advantage": values})) == 4
