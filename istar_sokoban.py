@@ -71,7 +71,7 @@ class Args:
     policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # Estimator of A^E.
-    alpha: NonNegative = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
+    alpha: NonNegative = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
     beta: NonNegative = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).

@@ -96,6 +96,8 @@ GRID = ["istar_webshop.py" + alpha + beta for alpha in ALPHAS for beta in BETAS]
 BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
 RATIOS = [command + ratio for command in every("rloo grpo", "webshop") for ratio in BY_STEP]
 RATIOS += ["istar_webshop.py" + ratio for ratio in BY_TOKEN]
+WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and rate
+ALPHA_1 = " --alpha 1"  # the paper's
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP),
@@ -106,6 +108,9 @@ STUDIES = {
     "visual-sokoban": Study(every(ON_VISUAL, "visual_sokoban"), (1, 2, 3), level=0.5),
     "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
     "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
+    "prm-sokoban": Study([f"istar_sokoban.py --iterations 40{x}" for x in ("", WITHOUT, ALPHA_1)]),
+    "prm-webshop": Study([f"istar_webshop.py --iterations 20{x}" for x in ("", WITHOUT)]),
+    "prm-sotopia": Study([f"istar_sotopia.py --iterations 40{x}" for x in ("", WITHOUT)]),
     "alpha-beta-webshop": Study(GRID),
     "ratios-webshop": Study(RATIOS),
 }

@@ -140,6 +140,23 @@ def test_the_papers_setting_runs(tmp_path, script):
     assert second["prm/reward_abs"] > 0
 
 
+def test_what_is_credited_is_told_by_word_and_progress():
+    from benchmarks.what_is_credited import table_of
+
+    def step(action, progress, credit):
+        return dict(action=action, progress=progress, step_advantage=credit, episode_advantage=-0.5)
+
+    steps = [step("<think>push up</think><action>up</action>", 1.0, 0.25)] * 3
+    steps += [step("<think>walk</think>", -7.0, -1.0), step("<think>walk</think>", -1.0, 0.5)]
+    steps += [step("<action></action>", 0.0, 1.0), step("walk", 0.0, 0.0)]  # the last has no credit
+    lines = table_of([{"steps": steps[:4]}, {"steps": steps[4:]}], rows=9).splitlines()
+    assert lines[2:] == [
+        "| push | nearer | 3 | +0.25 | -0.50 |",
+        "| walk | farther | 2 | -0.25 | -0.50 |",
+        "|  | as far | 1 | +1.00 | -0.50 |",
+    ]
+
+
 # ------------ the engine ------------
 
 
