@@ -10,11 +10,14 @@ not where it helps. Steps without an A^S are left out. The table goes to the ter
 """
 
 import argparse
-import json
 import re
 import sys
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.files import read_json, rows_of
 
 SIGNS = {1: "nearer", 0: "as far", -1: "farther"}
 
@@ -51,13 +54,11 @@ def main():
     file = given.run / "episodes.jsonl"
     if not file.exists():
         sys.exit(f"{given.run}: there is no episodes.jsonl in it")
-    episodes = map(json.loads, file.read_text().splitlines())
-    table = table_of(
-        (e for e in episodes if given.first <= e["iteration"] <= given.last), given.rows
-    )
+    episodes = rows_of(file, given.last)
+    table = table_of((e for e in episodes if e["iteration"] >= given.first), given.rows)
     print(table, end="")
     if given.out:
-        started = json.loads((given.run / "run.json").read_text())["starts"][0]["command"]
+        started = read_json(given.run / "run.json")["starts"][0]["command"]
         about = f"`{started}`, iterations {given.first} to {given.last}\n\n"
         given.out.write_text(about + table)
 
