@@ -277,12 +277,12 @@ def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""
     causal = plain(model)
-    for name, parameter in processes.shares(causal).items():
-        layer = name.removesuffix(".base_layer.weight")
-        if layer != name and "policy" in causal.get_submodule(layer).lora_A:
-            parameter = parameter + causal.get_submodule(layer).get_delta_weight("policy")
-        if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), processes.whole(parameter.detach())
+    for name, parameter in dense_parameters(causal).items():
+        layer, _, of_layer = name.rpartition(".")
+        adapted = causal.get_submodule(layer)
+        if of_layer == "weight" and "policy" in getattr(adapted, "lora_A", ()):
+            parameter = parameter + adapted.get_delta_weight("policy")
+        yield name, processes.whole(parameter.detach())
 
 
 def assert_finite(weights) -> None:

@@ -62,6 +62,7 @@ from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import provenance
 from runtime.remote import RemoteEngine
 from runtime.replay import Replay
+from runtime.statistics import WINDOW
 
 import numpy as np
 import torch
@@ -254,7 +255,7 @@ class Run:
         one."""
         self.row |= {f"{kind}/{name}": value for name, value in values.items()}
 
-    def recent(self, name: str, iterations: int = 5) -> list[float]:
+    def recent(self, name: str, iterations: int = WINDOW) -> list[float]:
         """What was logged as name in the last iterations, this one included, the oldest first; 0
         where it was not defined."""
         rows = [*self.rows[1:], self.row][-iterations:]  # without the start's

@@ -2,6 +2,8 @@
 
 import torch
 
+WINDOW = 5  # so many iterations say how far a PRM is trusted
+
 
 def mean_gap(logprobs: torch.Tensor, engine_logprobs: torch.Tensor) -> float:
     """The mean absolute difference between the trainer's and the engine's log-probabilities, [nats
@@ -43,7 +45,7 @@ def in_mixed_group(batch, pairs: list[tuple[int, int]]) -> torch.Tensor:
     return torch.isin(batch.group, paired)[batch.step_traj]
 
 
-def skill(accuracies: list[float], num_pairs: list[int], window: int = 5) -> float:
+def skill(accuracies: list[float], num_pairs: list[int], window: int = WINDOW) -> float:
     """How far a PRM's credit is trusted, 0 to 1: how much better than chance it ranked the pairs of
     the last `window` iterations before it learnt from them, 2 * accuracy - 1, or 0 where it was no
     better. Before there have been as many iterations it is their share of it."""
