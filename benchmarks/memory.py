@@ -97,10 +97,12 @@ def predict_tower(shape: Shape, setting: Setting, freeze: bool) -> dict:
     if setting.recompute:
         activations = patches * TOWER.layers * TOWER.hidden * 4 + 2 * layer
     prm = 0 if rank or not setting.prm_rank else dense * 4
+    if setting.prm_copy:
+        prm = 16 * dense / setting.cards
     if freeze:
         return {"policy": dense * (2 if rank else 4), "PRM": prm}
     return {
-        "policy": dense * 2 + 16 * adapter * rank if rank else 16 * dense,
+        "policy": dense * 2 + 16 * adapter * rank if rank else 16 * dense / setting.cards,
         "PRM": prm + 16 * adapter * setting.prm_rank,
         "weights gathered or cast": 0 if rank else dense * 2,
         "activations": activations,
