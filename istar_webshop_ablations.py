@@ -67,16 +67,16 @@ class Args:
     clip: Positive = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     ratio: Literal["step", "step-mean", "token"] = "step"
     """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
-    invalid_penalty: NonNegative = 0.1  # Taken off the outcome that an invalid answer's step sees.
+    invalid_penalty: NonNegative = 0.1  # Taken off the outcome for an invalid answer's step.
     policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
     alpha: NonNegative = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
     beta: NonNegative = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
-    prm_follows: bool = True  # The PRM is moved as far as the policy moves (paper: no).
-    prm_steps: Natural = 2  # Optimiser steps of the PRM per iteration, on its groups in turn.
-    prm_replay: Natural = 256  # Past groups that the PRM learns from; 0: this iteration's (paper).
+    prm_follows: bool = True  # What moves the policy moves the PRM as well (paper: no).
+    prm_steps: Natural = 2  # Optimiser steps of the PRM per iteration; they share its groups.
+    prm_replay: Natural = 256  # Last groups with a pair, from which it learns; 0: new ones (paper).
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
     prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
@@ -101,7 +101,7 @@ class Step:
     valid: bool
     game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
     progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
-    anchor: Hashable = None  # the state after the action: GiGPO compares steps by it
+    anchor: Hashable = None  # the state after the action, so the next step's: for GiGPO
     engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 
@@ -333,7 +333,7 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
 
 
 def step_advantages(rewards, step_group, std_floor: float = 1e-6) -> torch.Tensor:
-    """A^S = (r - mean) / max(std, std_floor) over all steps of the group, [S] from [S] and [S]."""
+    """A^S = (r - mean) / max(std, std_floor) over the steps of each group, [S] from [S] and [S]."""
     return grpo_advantages(rewards, step_group, std_floor)
     # === end block ===
 
@@ -434,15 +434,15 @@ def main():
         units, invalid = batch, batch.invalid  # U = S steps have a reward and an advantage
         if per_token:  # or U = K tokens
             units, invalid = by_token(batch), batch.invalid[batch.token_step]
-        rewards = score_steps(prm, units, old_logprobs, args)  # [U] of episodes new to the PRM
+        rewards = score_steps(prm, units, old_logprobs, args)  # [U] before it learns from them
         step_reward = sum_per_step(rewards, batch) if per_token else rewards  # [S]
         run.log("prm", pair_statistics(step_reward, batch, pairs))  # pair_accuracy: of new pairs
 
-        replay.add(trajectories, pairs)
+        replay.add(trajectories, pairs)  # the groups that have a pair
         learns = args.beta and args.step_reward == "implicit"
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if learns else 0):
             past = flatten(groups)  # whole groups, each of one iteration
-            past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by today's pi_old
+            past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
             past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
         run.log("prm", prm.optimizer_stats())
@@ -457,7 +457,7 @@ def main():
         run.log("prm", {"skill": trust})
         alpha = args.alpha * (trust if args.prm_skill and learns else 1.0)
         credited = in_mixed_group(batch, pairs) | (not args.mixed_groups_only)  # [S]
-        credited &= ~batch.invalid | args.credit_invalid  # what is rare moves with any change
+        credited &= ~batch.invalid | args.credit_invalid  # r_phi favours whatever is rare
         own = credited[batch.token_step] if per_token else credited  # [U]
         step_adv = torch.zeros_like(rewards)  # [U]
         step_adv[own] = step_advantages(rewards[own], step_group[own])
@@ -477,7 +477,7 @@ def main():
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
-        with following(prm, policy):
+        with following(prm, policy):  # --prm-follows: the update moves the PRM as well
             run.log("policy", policy_update(policy, units, old_logprobs, advantages, args))
         run.lap("update")
 

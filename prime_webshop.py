@@ -72,7 +72,7 @@ class Args:
     clip: Positive = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     ratio: Literal["step", "step-mean", "token"] = "token"
     """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
-    invalid_penalty: NonNegative = 0.1  # Taken off the outcome that an invalid answer's step sees.
+    invalid_penalty: NonNegative = 0.1  # Taken off the outcome for an invalid answer's step.
     engine_correction: NonNegative = 0.0
     """Cap on the weight pi_old(trainer) / pi_old(engine) of an advantage; 0: no weights."""
     policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
@@ -95,7 +95,7 @@ class Step:
     valid: bool
     game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
     progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
-    anchor: Hashable = None  # the state after the action: GiGPO compares steps by it
+    anchor: Hashable = None  # the state after the action, so the next step's: for GiGPO
     engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 

@@ -142,7 +142,7 @@ class Step:
     valid: bool
     game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
     progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
-    anchor: Hashable = None  # the state after the action: GiGPO compares steps by it
+    anchor: Hashable = None  # the state after the action, so the next step's: for GiGPO
     engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
 
 
