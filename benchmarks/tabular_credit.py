@@ -16,24 +16,11 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import logsigmoid, one_hot
+from torch.optim import Adam
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SIGNS, WAYS, TURNS, GUARDED, NEEDED, GROUPS, SIZE = 40, 2, 16, 10, 7, 4, 8
 SHOWN = (0, 10, 20, 30, 40, 50, 60)
-
-
-class Adam:
-    """torch.optim.AdamW's step without decay, on a tensor."""
-
-    def __init__(self, rate: float):
-        self.rate, self.steps, self.mean, self.square = rate, 0, 0.0, 0.0
-
-    def step(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        self.mean = 0.9 * self.mean + 0.1 * gradient
-        self.square = 0.999 * self.square + 0.001 * gradient**2
-        mean = self.mean / (1 - 0.9**self.steps)
-        return -self.rate * mean / ((self.square / (1 - 0.999**self.steps)).sqrt() + 1e-8)
 
 
 class World:
@@ -70,12 +57,13 @@ def pairs_of(sums, outcomes):
 def train(credit: str, rate: float, seeds: int) -> torch.Tensor:
     """Success by seed and iteration of SHOWN, [B, 7]."""
     world = World(seeds)
-    logits, known = torch.zeros(2, seeds, 2 * SIGNS, WAYS)
-    policy_adam, prm_adam, past, shown = Adam(rate), Adam(0.1), [], []
+    logits = torch.zeros(seeds, 2 * SIGNS, WAYS)
+    known = torch.zeros_like(logits, requires_grad=True)  # log pi_phi - log pi_old, up to a norm
+    policy_adam, prm_adam, past, shown = Adam([logits], rate), Adam([known], 0.1), [], []
     ranked = torch.zeros(seeds, 2)  # pairs of recent iterations: right ones, all
 
-    def rewards(cells, answers, table):
-        new = (logits + table).log_softmax(-1) - logits.log_softmax(-1)
+    def rewards(cells, answers):
+        new = (logits + known).log_softmax(-1) - logits.log_softmax(-1)
         return world.of(new, cells).gather(-1, answers[..., None])[..., 0]
 
     for iteration in range(SHOWN[-1] + 1):
@@ -90,7 +78,8 @@ def train(credit: str, rate: float, seeds: int) -> torch.Tensor:
             chance = chance.gather(-1, world.of(world.right, cells)[..., None])[..., 0]
             steps, trust = torch.where(cells < SIGNS, right.float() - chance, 0.0), 1.0
         if credit == "prm":
-            steps = rewards(cells, answers, known)
+            with torch.no_grad():
+                steps = rewards(cells, answers)
             margins, pairs = pairs_of(steps.sum(-1), outcomes)
             now = [((margins > 0) * pairs).sum((1, 2, 3)), pairs.sum((1, 2, 3))]
             ranked = 0.8 * ranked + torch.stack(now, -1)
@@ -101,13 +90,13 @@ def train(credit: str, rate: float, seeds: int) -> torch.Tensor:
                 every = [torch.cat(parts, 1) for parts in zip(*past)]
                 drawn = torch.randperm(every[0].shape[1], generator=world.draw)[:GROUPS]
                 old_cells, old_answers, old_outcomes = (x[:, drawn] for x in every)
-                table = known.clone().requires_grad_()
-                of_steps = rewards(old_cells, old_answers, table)
+                of_steps = rewards(old_cells, old_answers)
                 margins, pairs = pairs_of(of_steps.sum(-1), old_outcomes)
                 loss = -(logsigmoid(margins) * pairs).sum((1, 2, 3))
                 loss = loss / pairs.sum((1, 2, 3)).clamp(min=1)
+                prm_adam.zero_grad()
                 (loss + 0.1 * of_steps.square().mean((1, 2, 3))).sum().backward()
-                known = known + prm_adam.step(table.grad)
+                prm_adam.step()
         if credit != "none":
             spread = steps.square().mean((1, 2, 3), keepdim=True).sqrt().clamp(min=1e-6)
             advantages = advantages + trust * (steps / spread).clamp(-3, 3)
@@ -117,7 +106,8 @@ def train(credit: str, rate: float, seeds: int) -> torch.Tensor:
         places = (cells[..., None] * WAYS + torch.arange(WAYS)).reshape(seeds, -1)
         weighted = (score * advantages[..., None]).reshape(seeds, -1)
         gradient.scatter_add_(1, places, -weighted / cells[0].numel())
-        logits = logits + policy_adam.step(gradient.view_as(logits))
+        logits.grad = gradient.view_as(logits)
+        policy_adam.step()
     return torch.stack(shown, 1)
 
 
