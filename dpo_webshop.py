@@ -30,7 +30,7 @@ from runtime.batching import batch_logprobs, flat_tensors, micro_batches
 from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
-from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
+from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, Unit, UpToInf
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
 from runtime.statistics import mean_gap
@@ -66,6 +66,7 @@ class Args:
 
     beta: NonNegative = 0.05  # Scale beta of the log ratios in the loss; 0: nothing is learnt.
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
+    pair_threshold: Unit = 0.0  # Outcome that winners alone exceed; 0: any pair.
 
 
 # === block: data ===
@@ -148,10 +149,12 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
     # === end block ===
 
 
-def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
+def preference_pairs(outcomes, group, margin: float = 0.0, threshold: float = 0.0) -> list[tuple]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
-    outcomes [N], group [N]."""
+    With a threshold the winner's is above it and the loser's is not. outcomes [N], group [N]."""
     better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
+    if threshold:
+        better &= (outcomes > threshold + 1e-5)[:, None] & (outcomes <= threshold + 1e-5)[None, :]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
@@ -274,7 +277,7 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. Pairs of a better and a worse trajectory of the same task ------------
-        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin, args.pair_threshold)
         advantages = pair_advantages(pairs, batch.group)[batch.step_traj]  # [S] for the log
 
         # ------------ 4. Policy: trajectory DPO; then the engine gets the new weights --------

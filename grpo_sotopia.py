@@ -125,12 +125,9 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
     by side: a round is one answer of all whose turn it is. Without an outcome it is dropped."""
     players = []
     for task in my_tasks(tasks):  # the whole groups that this process plays
-        try:
+        with env.losing(task):  # where the world raises, this conversation is lost, not the run
             sides = env.reset(task).conversation.episodes  # in self-chat both
-        except Exception as error:  # the world failed: this conversation is lost, not the run
-            env.lose(task, error)
-            continue
-        players += [Player(episode, Trajectory(episode.task), chat) for episode in sides]
+            players += [Player(episode, Trajectory(episode.task), chat) for episode in sides]
 
     for playing, contexts in rounds(players, args, label):  # until nobody plays; o_1:t as tokens
         answers = engine.generate(contexts, temperature)

@@ -30,7 +30,7 @@ from runtime.batching import average, batch_logprobs, flat_tensors, micro_batche
 from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, engine_weights, following, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
-from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
+from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, Unit, UpToInf
 from runtime.replay import Replay
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 from runtime.run import Run, ends_cleanly
@@ -84,6 +84,7 @@ class Args:
     mixed_groups_only: bool = True  # A^S is for groups that have a pair (paper: for all).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
+    pair_threshold: Unit = 0.0  # Outcome that winners alone exceed; 0: any pair.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
 
@@ -241,10 +242,12 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
 
 
 # === block: prm ===
-def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
+def preference_pairs(outcomes, group, margin: float = 0.0, threshold: float = 0.0) -> list[tuple]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
-    outcomes [N], group [N]."""
+    With a threshold the winner's is above it and the loser's is not. outcomes [N], group [N]."""
     better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
+    if threshold:
+        better &= (outcomes > threshold + 1e-5)[:, None] & (outcomes <= threshold + 1e-5)[None, :]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
@@ -437,7 +440,8 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
-        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        pairing = args.pair_margin, args.pair_threshold
+        pairs = preference_pairs(batch.outcomes, batch.group, *pairing)
         rewards = score_steps(prm, batch, old_logprobs, args)  # [S] before it learns from them
         run.log("prm", pair_statistics(rewards, batch, pairs))  # pair_accuracy: of pairs new to it
 
@@ -445,7 +449,7 @@ def main():
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if args.beta else 0):
             past = flatten(groups)  # whole groups, each of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
-            past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
+            past_pairs = preference_pairs(past.outcomes, past.group, *pairing)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
         run.log("prm", prm.optimizer_stats())
         run.lap("prm")

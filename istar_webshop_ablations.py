@@ -17,9 +17,6 @@ Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are tha
                    A^E: RLOO, GRPO or REINFORCE++ on outcomes; A^S: r_phi standardised in its group
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
-
-    python istar_webshop_ablations.py --step-reward ground-truth
-    python istar_webshop_ablations.py --granularity token --ratio token
 """
 
 import random
@@ -247,10 +244,12 @@ def policy_update(policy: Network, batch: Batch, old_logprobs, advantages, args)
 
 
 # === block: prm ===
-def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
+def preference_pairs(outcomes, group, margin: float = 0.0, threshold: float = 0.0) -> list[tuple]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
-    outcomes [N], group [N]."""
+    With a threshold the winner's is above it and the loser's is not. outcomes [N], group [N]."""
     better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
+    if threshold:
+        better &= (outcomes > threshold + 1e-5)[:, None] & (outcomes <= threshold + 1e-5)[None, :]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 

@@ -33,7 +33,7 @@ from runtime.models import ModelError, read_causal_model, read_tokenizer
 from runtime.networks import Network, action_logprobs
 from runtime.pictures import PictureProcessor, pictures_of, read_seeing_model, shows_pictures
 from runtime.processes import gather, my_tasks
-from runtime.ranges import Count, Fraction, Natural, Positive, Rate, Seed, Share, ZeroOrMore, whole
+from runtime.ranges import Count, Natural, Positive, Rate, Seed, Share, Unit, ZeroOrMore, whole
 from runtime.report import describe
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
 
@@ -102,13 +102,13 @@ class Args:
     model: str = ""
     """The policy starts from this directory or name on the hub; empty: from nothing."""
     out: str = "models/new"  # The policy is kept in this directory.
-    target: Fraction = 0.3  # Training stops at this success on held-out tasks.
+    target: Unit = 0.3  # Training stops at this success on held-out tasks.
     min_updates: Natural = 200
     """The first look comes after so many updates: a clone has to know moves, not just the form."""
     max_updates: Count = 4000  # Training gives up after so many updates.
     demonstrations: Count = 5000  # The expert plays so many episodes.
-    noise: Fraction = 0.85  # An action of a demonstration is random with this probability.
-    observation_share: Fraction = 0.0
+    noise: Unit = 0.85  # An action of a demonstration is random with this probability.
+    observation_share: Unit = 0.0
     """This share of the environment's tokens are targets too: repeated pages teach to copy."""
     batch_size: Count = 64  # An update sees so many episodes.
     learning_rate: Rate = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.

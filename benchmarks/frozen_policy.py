@@ -80,12 +80,13 @@ def main():
     torch.manual_seed(args.seed)
     policy, prm, engine, chat = players(args)
     replay = Replay(args.prm_replay)
+    pairing = args.pair_margin, args.pair_threshold
     tasks = random.sample(env.train_tasks, given.tasks * (given.batches + 1))
 
     def measured(trajectories):
         """(batch, log pi_old, pairs) of these trajectories."""
         batch = script.flatten(trajectories)
-        pairs = script.preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        pairs = script.preference_pairs(batch.outcomes, batch.group, *pairing)
         return batch, batch_logprobs(policy, batch, args, label="log-probabilities"), pairs
 
     def play(number: int):
@@ -102,7 +103,7 @@ def main():
     for number in tqdm(range(given.batches), "batches", disable=None):
         trajectories = play(number)
         batch = script.flatten(trajectories)
-        pairs = script.preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        pairs = script.preference_pairs(batch.outcomes, batch.group, *pairing)
         replay.add(trajectories, pairs)
         for groups in replay.draw(given.tasks, args.prm_steps):
             script.prm_update(prm, *measured(groups), args)

@@ -43,6 +43,16 @@ def test_a_margin_of_a_point_is_the_same_between_any_two_points(module):
         assert module.preference_pairs(outcomes, torch.tensor([0, 0]), 0.05) == [(1, 0)]
 
 
+@over_scripts("preference_pairs")
+def test_a_threshold_pairs_what_is_above_it_with_the_rest(module):
+    """SOTOPIA's goals 7, 6, 9, 2 in tenths; the paper's criterion: above 6 against the rest."""
+    outcomes, group = torch.tensor([0.7, 0.6, 0.9, 0.2]), torch.zeros(4, dtype=torch.long)
+    pairs = module.preference_pairs(outcomes, group, 0.1, 0.6)
+    assert pairs == [(0, 3), (2, 1), (2, 3)]  # 7 and 6 are a point apart, and 9 and 7 both win
+    assert module.preference_pairs(outcomes, group, 0.0, 0.6) == [(0, 1), (0, 3), (2, 1), (2, 3)]
+    assert module.preference_pairs(outcomes, group, 0.0, 0.95) == []
+
+
 # ------------ the PRM ------------
 
 
