@@ -6,7 +6,7 @@
 
 The script's own functions play --batches batches of --tasks training tasks with its initial policy,
 and its PRM learns after each as in the script: from --tasks groups of the replay, in --prm-steps
-steps of trajectory DPO. Then it ranks the preference pairs of --tasks other tasks. With a
+steps of trajectory DPO. Then it ranks the preference pairs of --unseen other tasks. With a
 policy that moves the same PRM may do worse: docs/results.md; with one that stands still it has to
 find what the outcomes tell. Other flags go to the script. Exits with status 1 where the accuracy is
 below --least. Written: benchmarks/results/frozen-SCRIPT.md.
@@ -61,6 +61,7 @@ def main():
     add("--script", default="istar_sokoban", choices=["istar_sokoban", "istar_webshop"])
     add("--batches", type=int, default=16, help="from which the PRM learns")
     add("--tasks", type=int, default=32, help="of a batch, and groups that the PRM draws after it")
+    add("--unseen", type=int, default=96, help="tasks whose pairs are ranked")
     add("--least", type=float, default=0.75, help="accuracy on unseen tasks that has to be reached")
     given, flags = parser.parse_known_args()
 
@@ -81,7 +82,7 @@ def main():
     policy, prm, engine, chat = players(args)
     replay = Replay(args.prm_replay)
     pairing = args.pair_margin, args.pair_threshold
-    tasks = random.sample(env.train_tasks, given.tasks * (given.batches + 1))
+    tasks = random.sample(env.train_tasks, given.tasks * given.batches + given.unseen)
 
     def measured(trajectories):
         """(batch, log pi_old, pairs) of these trajectories."""
@@ -89,19 +90,19 @@ def main():
         pairs = script.preference_pairs(batch.outcomes, batch.group, *pairing)
         return batch, batch_logprobs(policy, batch, args, label="log-probabilities"), pairs
 
-    def play(number: int):
-        """The trajectories of the tasks of this number."""
-        chosen = tasks[number * given.tasks : (number + 1) * given.tasks]
+    def play(first: int, number: int):
+        """A group of trajectories for each of so many tasks."""
+        chosen = tasks[first : first + number]
         repeated = sorted(chosen * args.group_size)
         played = script.rollout(env, engine, chat, repeated, args, args.temperature, "rollout")
         engine.sleep()
         return played
 
     begin = time.time()
-    unseen = measured(play(given.batches))
+    unseen = measured(play(0, given.unseen))
     rows = [(0, ranked(script, prm, *unseen, args))]
     for number in tqdm(range(given.batches), "batches", disable=None):
-        trajectories = play(number)
+        trajectories = play(given.unseen + number * given.tasks, given.tasks)
         batch = script.flatten(trajectories)
         pairs = script.preference_pairs(batch.outcomes, batch.group, *pairing)
         replay.add(trajectories, pairs)
@@ -112,7 +113,7 @@ def main():
             tqdm.write(f"{number + 1:3} batches  {rows[-1][1]['pair_accuracy']:.3f}")
 
     seconds = time.time() - begin
-    told = [f"`{command}`: {len(unseen[2])} pairs of {given.tasks} unseen tasks, {seconds:.0f} s"]
+    told = [f"`{command}`: {len(unseen[2])} pairs of {given.unseen} unseen tasks, {seconds:.0f} s"]
     told += ["", "| batches learnt | pairs the PRM ranks right | pairs the shorter episode wins |"]
     told += ["|---|---|---|"]
     told += [f"| {n} | {r['pair_accuracy']:.3f} | {r['length_accuracy']:.3f} |" for n, r in rows]
