@@ -1,6 +1,7 @@
 """Shared by the tests: the scripts as modules, a small random model, random trajectories, runs as
 subprocesses."""
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -46,6 +47,21 @@ def scripts_with(*names: str) -> list[str]:
         for script, text in texts.items()
     }
     return [script for script in texts if defines[script] >= set(names)]
+
+
+def distinct(scripts: list[str]) -> list[str]:
+    """The first of each set of scripts that differ in their imports, flags, rollout and main alone:
+    what tests/blocks.py keeps equal byte for byte is tested once."""
+    first = {}
+    for script in scripts:
+        text = (ROOT / f"{script}.py").read_text()
+        own = []
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
+                if getattr(node, "name", "") not in ("Args", "main", "rollout"):
+                    own.append(ast.get_source_segment(text, node))
+        first.setdefault(tuple(own), script)
+    return [*first.values()]
 
 
 TRAINERS = [script for script in scripts_with("flatten", "main") if script != "warm_start"]

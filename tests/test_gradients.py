@@ -23,6 +23,7 @@ import pytest
 import torch
 from conftest import (
     VOCABULARY,
+    distinct,
     load,
     network,
     random_model,
@@ -109,12 +110,12 @@ def history(value):
     return pytest.mark.parametrize("history", value, ids=lambda h: "windows" if h else "whole")
 
 
-@pytest.fixture(params=scripts_with("prm_update"))
+@pytest.fixture(params=distinct(scripts_with("prm_update")))
 def istar(request):
     return load(request.param)
 
 
-@pytest.fixture(params=scripts_with("policy_update"))
+@pytest.fixture(params=distinct(scripts_with("policy_update")))
 def trainer(request):
     return load(request.param)
 
@@ -545,8 +546,8 @@ def test_order_of_trajectories_changes_nothing(trainer, history):
 
 
 def with_names(*names):
-    """Run the test once for every script that defines these names."""
-    return pytest.mark.parametrize("script", scripts_with(*names))
+    """Run the test once for every script that defines these names, and differs from the others."""
+    return pytest.mark.parametrize("script", distinct(scripts_with(*names)))
 
 
 @history((False, True))

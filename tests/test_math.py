@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import load, scripts_with
+from conftest import distinct, load, scripts_with
 
 SEEDS = range(4)
 KINDS = ("binary", "scores")  # of outcomes
@@ -22,8 +22,8 @@ def product(*values, **options):
 
 
 def over_scripts(*names):
-    """Run the test once for every script that defines these names."""
-    return pytest.mark.parametrize("module", scripts_with(*names), indirect=True)
+    """Run the test once for every script that defines these names, and differs from the others."""
+    return pytest.mark.parametrize("module", distinct(scripts_with(*names)), indirect=True)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_reinforce_pp_advantages(module, seed, kind):
 
 
 ESTIMATORS = ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages")
-EACH_ESTIMATOR = [(script, name) for name in ESTIMATORS for script in scripts_with(name)]
+EACH_ESTIMATOR = [(script, name) for name in ESTIMATORS for script in distinct(scripts_with(name))]
 
 
 def estimate(script, name, outcomes, group):
