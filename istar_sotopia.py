@@ -33,7 +33,7 @@ from runtime.networks import Network, action_logprobs, engine_weights, following
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, Unit, UpToInf
 from runtime.replay import Replay
-from runtime.rounds import Player, known, rounds
+from runtime.rounds import Player, known, losing, rounds
 from runtime.run import Run, ends_cleanly
 from runtime.statistics import in_mixed_group, mean_gap, pair_statistics, prm_statistics, skill
 
@@ -148,7 +148,7 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
     by side: a round is one answer of all whose turn it is. Without an outcome it is dropped."""
     players = []
     for task in my_tasks(tasks):  # the whole groups that this process plays
-        with env.losing(task):  # where the world raises, this conversation is lost, not the run
+        with losing(env, task):  # where the world raises, this conversation is lost, not the run
             sides = env.reset(task).conversation.episodes  # in self-chat both
             players += [Player(episode, Trajectory(episode.task), chat) for episode in sides]
 

@@ -31,7 +31,7 @@ from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, engine_weights, trainable
 from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, UpToInf
-from runtime.rounds import Player, known, rounds
+from runtime.rounds import Player, known, losing, rounds
 from runtime.run import Run, ends_cleanly
 from runtime.statistics import mean_gap
 
@@ -129,7 +129,7 @@ def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> l
     by side: a round is one answer of all whose turn it is. Without an outcome it is dropped."""
     players = []
     for task in my_tasks(tasks):  # the whole groups that this process plays
-        with env.losing(task):  # where the world raises, this conversation is lost, not the run
+        with losing(env, task):  # where the world raises, this conversation is lost, not the run
             sides = env.reset(task).conversation.episodes  # in self-chat both
             players += [Player(episode, Trajectory(episode.task), chat) for episode in sides]
 

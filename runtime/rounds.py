@@ -128,6 +128,16 @@ def leaving_out(task: int):
         note_fault(task, error)
 
 
+@contextmanager
+def losing(env, task: int):
+    """Around env.reset(task) of a world of conversations: where it raises, the world is told, and
+    counts the conversation as lost."""
+    try:
+        yield
+    except Exception as error:
+        env.lose(task, error)
+
+
 def faulty_step(player: Player, error: Exception) -> tuple[str, float, bool, dict]:
     """(observation, reward, done, info) of a step in which the world raised: the task is named, and
     the episode ends on an invalid step without reward."""

@@ -179,8 +179,10 @@ def begin(env, tasks):
     """The episodes of these tasks, as a rollout begins them: in self-chat both sides of each."""
     episodes = []
     for task in tasks:
-        with env.losing(task):
+        try:
             episodes += env.reset(task).conversation.episodes
+        except Exception as error:
+            env.lose(task, error)
     return episodes
 
 

@@ -527,14 +527,10 @@ class Sotopia:
             conversation.partner = scripted(conversation.scenario, 1 - task % 2)
         return conversation.episodes[0]
 
-    @contextmanager
-    def losing(self, task: int):
-        """Around `reset(task)`: where it raises, the task is named and counted as lost."""
-        try:
-            yield
-        except Exception as error:
-            log.warning("task %d cannot begin: %s: %s", task, type(error).__name__, error)
-            self.reported["lost"] = self.reported.get("lost", 0) + 1
+    def lose(self, task: int, error: Exception) -> None:
+        """Warn of a task that cannot begin because `reset` raised, and count it as lost."""
+        log.warning("task %d cannot begin: %s: %s", task, type(error).__name__, error)
+        self.reported["lost"] = self.reported.get("lost", 0) + 1
 
     def step(self, said: dict[Episode, str | None]) -> dict[Episode, tuple[str, float, bool, dict]]:
         """One round: {ready episode: response} in, {episode: its complete step} out.
