@@ -90,7 +90,7 @@ COEFFICIENTS = {
 ON_SOKOBAN = "rloo grpo reinforce_pp gigpo graphgpo istar"
 ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
 ON_SOTOPIA = "rloo grpo reinforce_pp istar"
-ON_VISUAL = "rloo grpo gigpo istar"
+ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
 ALPHAS, BETAS = over("alpha", 0, 0.1, 0.3, 1, 3), over("beta", 0.05, 0.3, 1, 3)
 GRID = ["istar_webshop.py" + alpha + beta for alpha in ALPHAS for beta in BETAS]
 BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
@@ -105,7 +105,9 @@ STUDIES = {
     "sokoban": Study(every(ON_SOKOBAN, "sokoban"), level=0.5),
     "webshop": Study(every(ON_WEBSHOP, "webshop"), level=0.6),
     "sotopia": Study(every(ON_SOTOPIA, "sotopia"), level=4.0),
-    "visual-sokoban": Study(every(ON_VISUAL, "visual_sokoban"), (1, 2, 3), level=0.5),
+    "visual-sokoban": Study(
+        every(ON_VISUAL, "visual_sokoban", " --iterations 30"), (1, 2, 3), level=0.45
+    ),
     "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
     "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
     "prm-sokoban": Study([f"istar_sokoban.py --iterations 40{x}" for x in ("", WITHOUT, ALPHA_1)]),
@@ -148,16 +150,17 @@ def jobs_of(studies: list[str]) -> dict[str, Job]:
 # ------------ running ------------
 
 
-def run(studies: list[str], jobs: int, out: Path, stored: Path) -> None:
-    """Run what has no row yet, and store a row of each run that ends. Exits with those that
-    failed."""
+def run(studies: list[str], jobs: int, out: Path, stored: Path, only: str = "") -> None:
+    """Run the commands that begin with `only` and have no row yet, and store a row of each run
+    that ends. Exits with those that failed."""
     done = {row["name"] for row in stored_rows(stored)}
     (out / "runs").mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:jobs])  # a core for each run
     runner = Runner({"metric": {"name": "eval/score"}}, out, jobs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, runner.stop)
-    left = [job for name, job in jobs_of(studies).items() if name not in done]
+    chosen = [job for job in jobs_of(studies).values() if job.words[1].startswith(only)]
+    left = [job for job in chosen if job.name not in done]
     runner.total = len(left)
 
     def one(job: Job) -> None:
@@ -490,6 +493,7 @@ def main() -> None:
     add = parser.add_argument
     add("studies", nargs="*", help=f"Studies (default: all): {', '.join(STUDIES)}.")
     add("--jobs", type=int, default=1, help="Runs at a time, each on one core.")
+    add("--only", default="", help="Commands that begin so are run (default: all of a study).")
     add("--plan", action="store_true", help="Runs and machine time are told, and nothing is run.")
     add("--table", action="store_true", help="docs/results.md and pictures are made of the rows.")
     add("--out", type=Path, default=ROOT / "runs" / "evidence", help="Directory of the runs.")
@@ -511,7 +515,7 @@ def main() -> None:
                 if len(found) <= MOST:
                     picture(found, ROWS.with_name(f"evidence-{name}.png"))
     else:
-        run(args.studies or [*STUDIES], args.jobs, args.out.resolve(), ROWS)
+        run(args.studies or [*STUDIES], args.jobs, args.out.resolve(), ROWS, args.only)
 
 
 if __name__ == "__main__":
