@@ -79,11 +79,17 @@ def pytest_cmdline_main(config):
     )
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not alone:
         config.option.numprocesses, config.option.dist = 2, "loadgroup"
+        config.option.loadscopereorder = False  # which would leave long groups of few tests last
+
+
+# What takes longest begins first, so that the two processes end together.
+FIRST = ("test_processes", "test_checkpoints", "test_engines", "test_faults", "test_launch")
 
 
 def pytest_collection_modifyitems(items):
     """What shares a run stays in one process: the tests of a file, in test_scripts.py those of a
     script."""
+    items.sort(key=lambda item: item.path.stem not in FIRST)
     for item in items:
         script = getattr(item, "callspec", None) and item.callspec.params.get("script")
         group = (

@@ -1,12 +1,12 @@
-"""One update of every network of a script, its work divided between the processes that a launcher
-started.
+"""One update of every network of some scripts, its work divided between the processes that a
+launcher started.
 
-    torchrun --nproc_per_node 2 tests/divided.py SCRIPT OUT.pt [recompute] [bfloat16]
+    torchrun --nproc_per_node 2 tests/divided.py SCRIPT,SCRIPT DIRECTORY [recompute] [bfloat16]
 
-The first process writes {network.name: by how much a parameter was moved (plain gradient descent,
-rate 1)} and the numbers that the updates told. Every process has the same random model and the same
-trajectories; those of a visual script have a model that sees, and pictures. recompute: with
---gradient-checkpointing; bfloat16: the policy's products."""
+The first process writes DIRECTORY/SCRIPT.pt: {network.name: by how much a parameter was moved
+(plain gradient descent, rate 1)} and the numbers that the updates told. Every process has the same
+random model and the same trajectories; those of a visual script have a model that sees, and
+pictures. recompute: with --gradient-checkpointing; bfloat16: the policy's products."""
 
 import os
 import sys
@@ -116,4 +116,6 @@ def main(script: str, out: str | Path, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    scripts, directory, *given = sys.argv[1:]
+    for name in scripts.split(","):
+        main(name, Path(directory, f"{name}.pt"), *given)

@@ -52,7 +52,7 @@ def home(tmp_path_factory):
 def played(home, name, *flags, script=SCRIPT):
     """(metrics, the last episodes) of a run of two iterations: in the first the PRM has learnt
     nothing."""
-    short = [*small(script), "--iterations", 2, "--eval-tasks", 1]
+    short = [*small(script), "--tasks-per-iteration", 6, "--iterations", 2, "--eval-tasks", 1]
     run_main(script, *short, "--engine", "hf", "--run-name", name, *flags, cwd=home)
     lines = (home / "runs" / name / "episodes.jsonl").read_text().splitlines()
     episodes = [json.loads(line) for line in lines]

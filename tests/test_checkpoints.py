@@ -45,7 +45,7 @@ from conftest import (
 )
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_scripts import SMALL, STEPS, differing, rows, small, without_times
+from test_scripts import GROUP, SMALL, STEPS, TASKS, differing, rows, small, without_times
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ISTAR = next(script for script in READY if script.startswith("istar_"))
@@ -542,7 +542,7 @@ def test_an_environment_that_raises_costs_its_episodes_not_the_run(
 
         def add(conversation, side, words):
             calls.append(side)
-            if len(calls) in (60, 100):  # after the evaluation, which has few
+            if len(calls) == 60:  # after the evaluation
                 raise OSError("the world broke")
             return real_add(conversation, side, words)
 
@@ -578,7 +578,7 @@ def test_an_environment_that_raises_costs_its_episodes_not_the_run(
     assert "no such room" in said
     lines = (tmp_path / "runs/faults/episodes.jsonl").read_text().splitlines()
     episodes = [json.loads(line) for line in lines]
-    assert len(episodes) == 23  # one could not begin
+    assert len(episodes) == TASKS * GROUP - 1  # one could not begin
     longest = STEPS[environment(script)]
     cut = [e for e in episodes if not e["steps"][-1]["valid"] and len(e["steps"]) < longest]
     assert cut and all(e["outcome"] == 0.0 for e in cut)
@@ -600,7 +600,7 @@ def test_weights_of_nan_stop_the_run_with_the_last_good_checkpoint(tmp_path, mon
     assert "not finite" in said and "iteration 1 is kept" in said and "--resume runs/nan" in said
     run = tmp_path / "runs/nan"
     batch = json.loads((run / "batch-000002.json").read_text())
-    assert len(batch["trajectories"]) == 24
+    assert len(batch["trajectories"]) == TASKS * GROUP
     assert {"old_logprobs", "advantages", "rewards"} <= batch.keys()
     assert names(run) == ["000001"]
     kept = load_file(run / "checkpoints/000001/trained.safetensors")
@@ -707,7 +707,7 @@ def test_a_bit_that_flips_between_two_starts_costs_an_iteration_not_the_run(stra
 
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path):
     script = ROOT / "benchmarks" / "kill_and_resume.py"
-    command = [sys.executable, str(script), "--kills", "3"]
+    command = [sys.executable, str(script), "--kills", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "**equal**" in done.stdout, done.stdout + done.stderr[-3000:]
 
@@ -920,9 +920,9 @@ def test_a_run_says_what_made_it(straight):
 
 
 def test_memory_files_and_processes_do_not_grow(tmp_path):
-    """100 iterations end within 5 % of the memory of iteration 10."""
-    flags = "--engine hf --iterations 100 --tasks-per-iteration 2 --group-size 2 --max-steps 2"
-    flags += " --eval-tasks 2 --eval-samples 1 --eval-every 50 --run-name long"
+    """60 iterations end within 5 % of the memory of iteration 10."""
+    flags = "--engine hf --iterations 60 --tasks-per-iteration 2 --group-size 2 --max-steps 2"
+    flags += " --eval-tasks 2 --eval-samples 1 --eval-every 30 --run-name long"
     command = [sys.executable, str(ROOT / f"{ISTAR}.py"), *flags.split()]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)
@@ -941,6 +941,6 @@ def test_memory_files_and_processes_do_not_grow(tmp_path):
         time.sleep(0.05)
     assert process.wait() == 0, (tmp_path / "said").read_text()[-2000:]
     first, last = (seen[n] for n in (min(seen), max(seen)))
-    assert min(seen) <= 12 and max(seen) >= 97
+    assert min(seen) <= 12 and max(seen) >= 57
     assert last[0] <= 1.05 * first[0], (first, last)
     assert last[1] <= first[1] + 2 and last[2] <= first[2], (first, last)

@@ -58,18 +58,33 @@ def alone(tmp_path_factory):
 
 
 SHARDED = ("istar_sokoban", "istar_visual_sokoban")
-CASES = [("torchrun", script) for script in UPDATES] + [("fsdp", script) for script in SHARDED]
+LAUNCHES = [("torchrun", [*UPDATES], ""), ("fsdp", SHARDED, ""), ("fsdp", SHARDED, "recompute")]
+LAUNCHES += [("fsdp", SHARDED[:1], "bfloat16 recompute")]
+CASES = [(kind, script, options) for kind, scripts, options in LAUNCHES[:3] for script in scripts]
 
 
-CASES = [(*case, []) for case in CASES]
-CASES += [("fsdp", script, ["recompute"]) for script in SHARDED]
+@pytest.fixture(scope="module")
+def divided_in_two(tmp_path_factory):
+    """divided_in_two(kind, options) -> the updates of that launch's scripts; each is done once."""
+    done = {}
+
+    def start(kind, options):
+        if (kind, options) not in done:
+            scripts = next(
+                names for *key, names, given in LAUNCHES if (*key, given) == (kind, options)
+            )
+            home = tmp_path_factory.mktemp("divided")
+            launch(kind, DIVIDED, ",".join(scripts), home, *options.split(), cwd=home)
+            done[kind, options] = {name: torch.load(home / f"{name}.pt") for name in scripts}
+        return done[kind, options]
+
+    return start
 
 
 @pytest.mark.parametrize("kind, script, options", CASES)
-def test_the_update_of_two_processes_is_that_of_one(kind, script, options, alone, tmp_path):
+def test_the_update_of_two_processes_is_that_of_one(kind, script, options, alone, divided_in_two):
     """recompute: --gradient-checkpointing, against one process without it."""
-    launch(kind, DIVIDED, script, "two.pt", *options, cwd=tmp_path)
-    one, two = alone[script], torch.load(tmp_path / "two.pt")
+    one, two = alone[script], divided_in_two(kind, options)[script]
     assert one.keys() == two.keys()
     for network in UPDATES[script]:
         assert any(name.startswith(f"{network}.") for name in one)
@@ -77,19 +92,19 @@ def test_the_update_of_two_processes_is_that_of_one(kind, script, options, alone
         if isinstance(value, dict):  # what the update told
             assert two[name] == pytest.approx(value, rel=1e-4), name
         else:
-            assert value.norm() > 1e-6, name
-            assert (two[name] - value).norm() <= 1e-5 * value.norm(), name
+            assert value.norm() > 1e-6, name  # of differences: a weight near 1 rounds by 1e-7
+            assert (two[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
-def test_fsdp_in_bfloat16_is_as_near_as_autocast(alone, tmp_path):
+def test_fsdp_in_bfloat16_is_as_near_as_autocast(alone, divided_in_two, tmp_path):
     """To float32, that is; gradients, and what they move, stay float32."""
     script, exact = "istar_sokoban", alone["istar_sokoban"]
-    launch("fsdp", DIVIDED, script, "fsdp.pt", "bfloat16", "recompute", cwd=tmp_path)
     divided.main(script, tmp_path / "autocast.pt", "bfloat16")
+    kinds = {"fsdp": divided_in_two("fsdp", "bfloat16 recompute")[script]}
+    kinds["autocast"] = torch.load(tmp_path / "autocast.pt")
     names = [name for name in exact if name.startswith("policy.")]
     away = {}
-    for kind in ("fsdp", "autocast"):
-        found = torch.load(tmp_path / f"{kind}.pt")
+    for kind, found in kinds.items():
         assert all(found[name].dtype == torch.float32 for name in names)
         one, two = (torch.cat([each[n].flatten() for n in names]) for each in (exact, found))
         away[kind] = [(found["old"] - exact["old"]).norm(), (two - one).norm()]
@@ -115,18 +130,22 @@ def test_two_processes_train(script, tmp_path):
     assert tasks == sorted(tasks)
     assert all(0 < row["policy/engine_gap"] < 1e-3 for row in table[1:])
 
-    done = launch("torchrun", *common, "--iterations", "3", "--resume", "auto", cwd=tmp_path)
-    assert [row["iteration"] for row in rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
-    assert "goes on with" in done.stdout
+    if script == "istar_sokoban":
+        done = launch("torchrun", *common, "--iterations", "3", "--resume", "auto", cwd=tmp_path)
+        assert [row["iteration"] for row in rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
+        assert "goes on with" in done.stdout
 
 
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
 def test_fsdp_trains_as_two_copies_do(tmp_path):
     """Also: two engines beside each other, and a sharded policy's checkpoint."""
     common = [ROOT / "rloo_sokoban.py", *SMALL.split(), "--engine", "vllm", "--processes", "2"]
+    common += ["--eval-every", "1"]
     launch("torchrun", *common, "--run-name", "copies", cwd=tmp_path)
-    done = launch("fsdp", *common, "--run-name", "fsdp", cwd=tmp_path)
+    fsdp = [*common, "--run-name", "fsdp"]
+    done = launch("fsdp", *fsdp, "--iterations", "1", cwd=tmp_path)
     assert "2 processes, the policy sharded (FSDP)" in done.stdout
+    launch("fsdp", *fsdp, "--resume", "auto", cwd=tmp_path)
     copies = rows(tmp_path / "runs" / "copies", "metrics.jsonl")
     shards = rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")
     for one, two in zip(copies, shards, strict=True):
@@ -135,9 +154,6 @@ def test_fsdp_trains_as_two_copies_do(tmp_path):
         expected = {key: one[key] for key in same}
         assert {key: two[key] for key in same} == pytest.approx(expected, rel=1e-3, nan_ok=True)
     assert any(row.get("policy/grad_norm") for row in copies)
-    more = ["--run-name", "fsdp", "--iterations", "3", "--resume", "auto"]
-    launch("fsdp", *common, *more, cwd=tmp_path)
-    assert len(rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")) == 4
 
 
 def test_saving_a_sharded_policy_takes_no_more_than_a_tensor(tmp_path):
@@ -150,11 +166,11 @@ def test_saving_a_sharded_policy_takes_no_more_than_a_tensor(tmp_path):
 NUMBER = [*SMALL.split(), "--engine", "hf", "--processes"]
 
 
-@pytest.mark.parametrize("kind, number, started", [("cpu", 2, 1), ("torchrun", 1, 2)])
-def test_another_number_of_processes_is_refused(kind, number, started, tmp_path):
-    command = [ROOT / "rloo_sokoban.py", *NUMBER, str(number)]
-    done = launch(kind, *command, cwd=tmp_path, check=False)
-    assert done.returncode and f"--processes {number}: {started} started" in done.stderr
+def test_another_number_of_processes_is_refused(tmp_path):
+    """accelerate launch --cpu starts one, whatever it is asked for."""
+    command = [ROOT / "rloo_sokoban.py", *NUMBER, "2"]
+    done = launch("cpu", *command, cwd=tmp_path, check=False)
+    assert done.returncode and "--processes 2: 1 started" in done.stderr
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
