@@ -56,7 +56,7 @@ class Args:
     max_context_tokens: Count = 1024  # Longest sequence [tokens]; what outgrows it is truncated.
     history: Natural = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: Seed = 1  # Seed of tasks, sampling and initialisation.
-    iterations: Count = 80  # Rounds of rollout and update.
+    iterations: Count = 80  # Each iteration is a rollout and an update.
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
@@ -244,8 +244,8 @@ def grpo_advantages(outcomes, group, std_floor: float = 0.0) -> torch.Tensor:
 
 
 def outcome_slope(outcomes, advantages, group) -> torch.Tensor:
-    """dA/dr of each trajectory's group, [N], with the group's statistics held: 1 / std, which puts
-    an invalid answer's penalty on A's scale. Outcomes all equal: 0."""
+    """By how much a trajectory's advantage rises with its outcome, [N]; 0 in a group of equal ones.
+    A penalty on an invalid answer's outcome, times this, is one on its advantage."""
     slope = torch.zeros_like(outcomes)
     for g in group.unique():
         r, a = outcomes[group == g], advantages[group == g]

@@ -48,7 +48,7 @@ class Args:
     max_context_tokens: Count = 1024  # Longest sequence [tokens]; what outgrows it is truncated.
     history: Natural = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: Seed = 1  # Seed of tasks, sampling and initialisation.
-    iterations: Count = 80  # Rounds of rollout and update.
+    iterations: Count = 80  # Each iteration is a rollout and an update.
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
