@@ -98,6 +98,9 @@ RATIOS = [command + ratio for command in every("rloo grpo", "webshop") for ratio
 RATIOS += ["istar_webshop.py" + ratio for ratio in BY_TOKEN]
 WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and rate
 ALPHA_1 = " --alpha 1"  # the paper's
+SMOLLM2 = " --model runs/smollm2-sokoban"  # SmolLM2-135M-Instruct; docs/results.md has its command
+PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
+PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 2e-5"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP),
@@ -107,6 +110,10 @@ STUDIES = {
     "sotopia": Study(every(ON_SOTOPIA, "sotopia"), level=4.0),
     "visual-sokoban": Study(
         every(ON_VISUAL, "visual_sokoban", " --iterations 30"), (1, 2, 3), level=0.45
+    ),
+    "smollm2-sokoban": Study(
+        [f"rloo_sokoban.py{PRETRAINED}", f"istar_sokoban.py{PRETRAINED} --prm-learning-rate 2e-5"],
+        (1,),
     ),
     "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
     "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
@@ -118,6 +125,7 @@ STUDIES = {
 }
 # Minutes of 80 iterations on one core, where no run has told yet: of iStar, of the others
 EXPECTED = {"sokoban": (10, 9), "webshop": (28, 17), "sotopia": (8, 5), "visual_sokoban": (50, 35)}
+EXPECTED_SMOLLM2 = (400, 190)
 # Passes over all tokens of an iteration, (without, with) a gradient; those of every algorithm: one
 # that samples, one for log pi_old, one of the update. Sequences that are left out are counted too.
 PASSES = {"istar": (4, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
@@ -204,7 +212,8 @@ def row_of(job: Job, path: Path, minutes: float) -> dict:
     """What is stored of a finished run; minutes: how long its process took, with evaluations."""
     given = json.loads((path / "args.json").read_text())
     flags = {name: value for name, value in given.items() if name not in OF_A_RUN}
-    start = json.loads((path / "run.json").read_text())["starts"][-1]
+    starts = json.loads((path / "run.json").read_text())["starts"]
+    start, memory = starts[-1], [each.get("peak_memory_gib", 0.0) for each in starts]
     rows = rows_of(path / "metrics.jsonl")
     goal = "eval/goal" in rows[0]
     evaluations, tokens, sampled = [], 0, 0
@@ -222,7 +231,7 @@ def row_of(job: Job, path: Path, minutes: float) -> dict:
     panel = panel_scores(path / "eval_episodes.jsonl", goal, (0, last))
     row = {"name": job.name, "command": shlex.join(job.words[1:]), "seed": job.seed}
     row |= {"commit": start["commit"], "flags": flags, "parameters": parameters_of(path / "policy")}
-    row |= {"minutes": round(minutes, 2), "evaluations": evaluations}
+    row |= {"minutes": round(minutes, 2), "memory_gib": max(memory), "evaluations": evaluations}
     return row | {"before": panel[0], "after": panel[last]}
 
 
@@ -349,16 +358,20 @@ def over_tasks(scores: list[list[float]]) -> str:
 
 
 def final_table(found: list[Runs]) -> str:
-    lines = []
+    """What each command reached. Memory is told where every row has it, which older ones do not."""
+    told, lines = all(row.get("memory_gib") for runs in found for row in runs.rows), []
     for runs in found:
         areas = runs.areas()
         cells = [f"`{runs.command}`", str(runs.seeds), over_tasks(runs.panel("before"))]
         cells += [f"{interquartile_mean(runs.scores()):.3f}", over_tasks(runs.panel("after"))]
         cells += [over_tasks(runs.gains()), between(statistics.mean(areas), half_width(areas))]
         minutes = [row["evaluations"][-1]["minutes"] for row in runs.rows]
-        lines.append([*cells, f"{statistics.mean(minutes):.1f}"])
+        cells.append(f"{statistics.mean(minutes):.1f}")
+        if told:
+            cells.append(f"{max(row['memory_gib'] for row in runs.rows):.1f}")
+        lines.append(cells)
     titles = ["command", "seeds", "before", "after: IQM", "after: mean", "gain", "area", "minutes"]
-    return table(titles, lines)
+    return table(titles + ["GiB"] * told, lines)
 
 
 def cost_table(found: list[Runs], level: float) -> str:
@@ -417,17 +430,21 @@ def shown(numbers: list) -> list[str]:
 
 
 def expected(job: Job, rows: list[dict]) -> float:
-    """Minutes of a run that was not made yet: as those of its script that were, by iterations."""
+    """Minutes of a run that was not made yet: as those of its script and model that were, by
+    iterations."""
     command = shlex.join(job.words[1:])
     world, algorithm = world_and_algorithm(command)
     given = re.search(r"--iterations (\d+)", command)
     iterations = int(given[1]) if given else 80
+    large = SMOLLM2 in command
     alike = [row for row in rows if row["command"].split()[0] == command.split()[0]]
+    alike = [row for row in alike if (SMOLLM2 in row["command"]) == large]
     if alike:
         made = sum(row["evaluations"][-1]["iteration"] for row in alike)
         each = sum(row["minutes"] for row in alike) / made
     else:
-        each = EXPECTED[world][algorithm != "istar"] / 80
+        minutes = EXPECTED_SMOLLM2 if large else EXPECTED[world]
+        each = minutes[algorithm != "istar"] / 80
     return each * iterations
 
 

@@ -4,6 +4,7 @@ inputs."""
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -51,6 +52,15 @@ def provenance(args, model: str, env, eval_env) -> dict:
         "hardware": hardware,
         "hashes": hashes,
     }
+
+
+def peak_memory() -> float:
+    """The most memory that this process has had at a time [GiB]: a GPU's, as torch counts it, or
+    without one what was resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 2**20
 
 
 def shown(episode) -> str:

@@ -59,7 +59,7 @@ from runtime.models import (
 )
 from runtime.networks import Network, add_adapter, initial, recompute_layers
 from runtime.pictures import read_seeing_model, shows_pictures
-from runtime.provenance import provenance
+from runtime.provenance import peak_memory, provenance
 from runtime.remote import RemoteEngine
 from runtime.replay import Replay
 from runtime.statistics import WINDOW
@@ -232,6 +232,9 @@ class Run:
             yield iteration
         with told_when_full(self.path):
             export_policy(self.path, self.networks, self.tokenizer, self.args)
+            if processes.rank() == 0:
+                self.starts[-1]["peak_memory_gib"] = round(peak_memory(), 2)
+                write_json(self.path / "run.json", {"starts": self.starts})
         report.summary(self)
         report.write_page(self)
 

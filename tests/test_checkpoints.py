@@ -908,6 +908,7 @@ def test_another_model_under_the_same_name_is_refused(copy, tmp_path):
 
 def test_a_run_says_what_made_it(straight):
     (start,) = json.loads((straight / "run.json").read_text())["starts"]
+    assert 0.2 < start["peak_memory_gib"] < 20  # torch alone is 0.2
     assert {"torch", "transformers", "peft", "python"} <= start["versions"].keys()
     assert start["seed"] == int(SMALL.split()[-1])
     assert f"{ISTAR}.py" in start["command"] and SMALL.split()[0] in start["command"]

@@ -147,7 +147,7 @@ if lift > 1 and seed == 2:
 (run / "policy").mkdir(parents=True)
 given = {"tasks_per_iteration": 4, "group_size": 2, "clip": lift, "seed": seed}
 (run / "args.json").write_text(json.dumps(given))
-(run / "run.json").write_text(json.dumps({"starts": [{"commit": "abc"}]}))
+(run / "run.json").write_text(json.dumps({"starts": [{"commit": "abc", "peak_memory_gib": 1.5}]}))
 save_file({"w": np.zeros((50, 20))}, run / "policy" / "model.safetensors")
 rows, episodes = [], []
 for iteration in range(5):
@@ -196,7 +196,7 @@ def test_runs_are_stored_and_not_made_again(study, tmp_path):
     started = tmp_path / "out" / "runs" / "started"
     assert len(started.read_text().splitlines()) == 4
     row = next(row for row in rows if row["flags"]["clip"] == 0)
-    assert row["parameters"] == 1000 and row["commit"] == "abc"
+    assert row["parameters"] == 1000 and row["commit"] == "abc" and row["memory_gib"] == 1.5
     assert [e["score"] for e in row["evaluations"]] == [0.0, 0.5, 1.0]
     assert [e["tokens"] for e in row["evaluations"]] == [0, 2000, 4000]
     assert row["before"] == dict.fromkeys("0123", 0.0) and row["after"]["3"] == 1.0
@@ -243,6 +243,7 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "| 2 | 0.000 (0.000 to 0.000) | 1.000 | 1.000 (1.000 to 1.000) |" in told
     assert "| 2 of 2 | 2 | 16 | 0.002 | 2e-05 | 2 |" in told  # the second reaches 0.75 sooner
     assert "| 0.50 | 0.000 (0.000 to 0.000) |" in told  # P(A better), A - B
+    assert "| minutes | GiB |" in told and "| 4.0 | 1.5 |" in told
     assert evidence.reached(low.rows[0], 1.5) is None
     assert "![Curves of one]" in told and "| A | B |" in told
     monkeypatch.setattr(evidence, "MOST", 1)  # of too many commands neither
