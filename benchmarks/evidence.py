@@ -16,6 +16,7 @@ Scores are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -38,6 +39,7 @@ from sweeps.run import Job, Runner, half_width
 
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"
+LONGEST_NAME = 100  # of a run, as runtime/ takes it [characters]
 MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
@@ -140,6 +142,9 @@ def world_and_algorithm(command: str) -> tuple[str, str]:
 
 def job_of(command: str, seed: int) -> Job:
     name = re.sub(r"[^\w.+]+", "-", f"{command} seed {seed}".replace(".py", ""))
+    if len(name) > LONGEST_NAME:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: LONGEST_NAME - 9]}-{digest}"
     return Job(0, {}, seed, name, [sys.executable, *shlex.split(command)])
 
 
