@@ -35,11 +35,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
 from runtime.files import append, replace_file, rows_of, to_json
+from runtime.ranges import NAME as LONGEST
 from sweeps.run import Job, Runner, half_width
 
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"
-LONGEST_NAME = 100  # of a run, as runtime/ takes it [characters]
 MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
@@ -142,9 +142,9 @@ def world_and_algorithm(command: str) -> tuple[str, str]:
 
 def job_of(command: str, seed: int) -> Job:
     name = re.sub(r"[^\w.+]+", "-", f"{command} seed {seed}".replace(".py", ""))
-    if len(name) > LONGEST_NAME:
+    if len(name) > LONGEST:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        name = f"{name[: LONGEST_NAME - 9]}-{digest}"
+        name = f"{name[: LONGEST - 9]}-{digest}"
     return Job(0, {}, seed, name, [sys.executable, *shlex.split(command)])
 
 

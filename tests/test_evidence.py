@@ -116,7 +116,7 @@ def test_the_plan_is_what_was_promised():
     for name in ("sokoban", "webshop", "sotopia", "long-sokoban", "alpha-beta-webshop"):
         assert studies[name].seeds == (1, 2, 3, 4, 5)
     names = [job.name for job in evidence.jobs_of([*studies]).values()]
-    assert len({*names}) == len(names) and max(map(len, names)) == evidence.LONGEST_NAME
+    assert len({*names}) == len(names) and max(map(len, names)) == evidence.LONGEST
     for name, study in studies.items():
         if name.startswith("tuning-"):  # one budget for every algorithm, on the validation tasks
             scripts = [command.split()[0] for command in study.commands]
