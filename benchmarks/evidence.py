@@ -102,7 +102,7 @@ WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and ra
 ALPHA_1 = " --alpha 1"  # the paper's
 SMOLLM2 = " --model runs/smollm2-sokoban"  # SmolLM2-135M-Instruct; docs/results.md has its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
-PRETRAINED += " --eval-every 5 --micro-batch-tokens {} --learning-rate 3e-5"
+PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP),
@@ -114,11 +114,8 @@ STUDIES = {
         every(ON_VISUAL, "visual_sokoban", " --iterations 30"), (1, 2, 3), level=0.45
     ),
     "smollm2-sokoban": Study(
-        [  # beside each other they need 24 GiB, with 2,048 tokens each more
-            f"rloo_sokoban.py{PRETRAINED.format(2048)}",
-            f"istar_sokoban.py{PRETRAINED.format(1024)} --engine-memory 1 --prm-learning-rate 3e-5",
-        ],
-        (1,),
+        [f"rloo_sokoban.py{PRETRAINED}", f"istar_sokoban.py{PRETRAINED} --prm-learning-rate 3e-5"],
+        (1,),  # 11 and 14 GiB: not beside each other on a machine of 24
     ),
     "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
     "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
