@@ -83,17 +83,17 @@ def pytest_cmdline_main(config):
 
 
 # What takes longest begins first, so that the two processes end together.
-FIRST = ("test_processes", "test_checkpoints", "test_engines", "test_faults", "test_launch")
+FIRST = "test_processes test_checkpoints test_engines test_faults test_launch test_scripts".split()
 
 
 def pytest_collection_modifyitems(items):
     """What shares a run stays in one process: the tests of a file, in test_scripts.py those of a
-    script."""
+    world."""
     items.sort(key=lambda item: item.path.stem not in FIRST)
     for item in items:
         script = getattr(item, "callspec", None) and item.callspec.params.get("script")
         group = (
-            f"{item.path.stem} {script}"
+            f"{item.path.stem} {environment(script)}"
             if item.path.stem == "test_scripts" and script
             else item.path.stem
         )
