@@ -4,19 +4,14 @@ istar_webshop.py is the algorithm, and `diff istar_webshop.py istar_webshop_abla
 is taken out of it or put into it here:
 
     --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
+    --step-reward progress       So does beta * (log pi_fin(a_t|o_1:t) - log pi_init(a_t|o_1:t)):
+                                 pi_fin is the policy of a finished run (--finished), pi_init that
+                                 of --model (Progress Advantage, Oh et al., arXiv 2606.26080).
     --merge-rewards              One advantage of r_o + alpha * r_phi, every step a sample of its
                                  group, takes the place of A^E + alpha * A^S.
     --granularity token          Each token has a reward, an advantage and (--ratio token) a ratio.
 
-Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are that page's:
-
-    PRM, by DPO    min_phi -E log sigmoid( beta * [L(tau+) - L(tau-)] ),  r_o(tau+) > r_o(tau-),
-                   L(tau) = sum_t log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t)
-    step reward    r_phi(o_1:t, a_t) = beta * (log pi_phi(a_t|o_1:t) - log pi_old(a_t|o_1:t))
-    advantage      A(a_t) = A^E(tau) + alpha * A^S(a_t)
-                   A^E: RLOO, GRPO or REINFORCE++ on outcomes; A^S: r_phi standardised in its group
-    policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
-                   rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
+Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are that page's.
 """
 
 import random
@@ -82,10 +77,10 @@ class Args:
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
-    step_reward: Literal["implicit", "ground-truth"] = "implicit"
-    """A step's reward is the PRM's, or the world's own, which no other algorithm sees."""
-    merge_rewards: bool = False
-    """The advantage is that of r_o + alpha * step reward, in place of A^E + alpha * A^S."""
+    step_reward: Literal["implicit", "ground-truth", "progress"] = "implicit"
+    """A step's reward is the PRM's, the world's own, or how far --finished prefers the step."""
+    finished: str = ""  # Policy of a finished run, for --step-reward progress: runs/NAME/policy.
+    merge_rewards: bool = False  # There is one advantage, of r_o + alpha * step reward, not two.
     granularity: Literal["step", "token"] = "step"
     """Each step has a reward and an advantage, or each of its tokens; that needs --ratio token."""
 
@@ -387,8 +382,10 @@ def main():
     per_token = args.granularity == "token"
     if per_token and args.ratio != "token":
         refuse("ratio", args.ratio, "--granularity token has an advantage per token, so token")
-    if per_token and (args.step_reward == "ground-truth" or args.merge_rewards):
-        refuse("granularity", "token", "not with --step-reward ground-truth or --merge-rewards")
+    if per_token and (args.step_reward != "implicit" or args.merge_rewards):
+        refuse("granularity", "token", "not with --merge-rewards or another --step-reward")
+    if (args.step_reward == "progress") != bool(args.finished):
+        refuse("finished", args.finished, "a policy here and --step-reward progress go together")
     env = WebShop.from_args(args)
     run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
 
@@ -402,6 +399,8 @@ def main():
     optimizer = AdamW(trainable(phi), args.prm_learning_rate, weight_decay=0.0)
     prm = Network("prm", phi, optimizer, args.run_args.dtype, on=base)
     replay = Replay(args.prm_replay)
+    if args.step_reward == "progress":
+        finished, initial = run.load_frozen("finished"), run.load_frozen("model")
 
     run.resume(policy, prm, replay=replay)
     engine.load(policy.model)
@@ -448,6 +447,9 @@ def main():
         if args.step_reward == "ground-truth":
             game_rewards = [step.game_reward for t in trajectories for step in t.steps]
             rewards = step_reward = torch.tensor(game_rewards)  # [S]
+        if args.step_reward == "progress":
+            initial_logprobs = batch_logprobs(initial, batch, args)  # [K]
+            rewards = step_reward = score_steps(finished, batch, initial_logprobs, args)  # [S]
         run.lap("prm")
 
         # ------------ 4. Advantages: A = A^E + alpha * A^S ------------

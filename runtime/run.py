@@ -52,12 +52,13 @@ from runtime.flags import check, evaluation_tasks, flags_of, refuse, shown
 from runtime.memory import tell_if_too_much
 from runtime.models import (
     ModelError,
+    check_directory,
     read_causal_model,
     read_chat,
     read_tokenizer,
     stop_ids_of,
 )
-from runtime.networks import Network, add_adapter, initial, recompute_layers
+from runtime.networks import Network, add_adapter, initial, plain, recompute_layers
 from runtime.pictures import read_seeing_model, shows_pictures
 from runtime.provenance import peak_memory, provenance
 from runtime.remote import RemoteEngine
@@ -66,6 +67,7 @@ from runtime.statistics import WINDOW
 
 import numpy as np
 import torch
+from torch.optim import AdamW
 
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
 FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
@@ -165,20 +167,36 @@ class Run:
         self.policy_model = processes.shard(model, run_args.dtype).to(self.device)
         return self.policy_model, self.engine, chat
 
-    def read_model(self, whole: bool):
-        """The causal language model of --model, one that sees where the world shows pictures.
-        Weights that train as a whole are float32 always, frozen ones have the precision of
-        --dtype."""
+    def read_model(self, whole: bool, flag: str = "model"):
+        """The causal language model that a flag names, one that sees where the world shows
+        pictures. Weights that train as a whole are float32 always, frozen ones have the precision
+        of --dtype."""
         reading = self.reading | ({"dtype": torch.float32} if whole else {})
+        given = getattr(self.args, flag)
+        path = self.model_path if flag == "model" else given
         try:
+            if flag != "model":  # whose files were looked at before anything else
+                check_directory(Path(path))
             if not shows_pictures(self.env):
-                return read_causal_model(self.model_path, **reading)
-            model = read_seeing_model(self.model_path, self.args.model, reading)
+                return read_causal_model(path, **reading)
+            model = read_seeing_model(path, given, reading)
         except ModelError as error:
-            refuse("model", self.args.model, str(error))
+            refuse(flag, given, str(error))
         if self.args.world.freeze_vision:
             model.base_model.visual.requires_grad_(False)
         return model
+
+    def load_frozen(self, flag: str) -> Network:
+        """The model that a flag names, as a network that is asked and never trained; flags but
+        --model name a directory. Exits where there is none, or none with the policy's tokens."""
+        given = getattr(self.args, flag)
+        if flag != "model" and not os.path.isdir(given):
+            refuse(flag, given, "there is no such directory")
+        model = self.read_model(whole=False, flag=flag).to(self.device)
+        ours, theirs = (m.config.vocab_size for m in (plain(self.policy_model), model))
+        if ours != theirs:
+            refuse(flag, given, f"a vocabulary of {theirs} tokens, and --model has {ours}")
+        return Network(flag, model, AdamW(model.parameters(), 0.0), self.args.run_args.dtype)
 
     def load_adapter(self, name: str, rank: int, on: str = "initial"):
         """A model with a LoRA adapter of this name and rank, to be trained: on "policy" the

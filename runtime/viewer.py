@@ -26,7 +26,8 @@ HEAD = re.compile(r'^\{(?:"version": \d+, )?"iteration": (\d+),')  # how a row b
 TEXTS = ("observation", "action", "picture")  # of a step; every other column is a number
 NUMBERS = (int, float, bool, type(None))
 COLOURED = (  # what steps can be coloured by, if they have it
-    "implicit_reward ground_truth_reward reward advantage step_advantage episode_advantage progress"
+    "implicit_reward ground_truth_reward progress_reward reward advantage step_advantage "
+    "episode_advantage progress"
 ).split()
 PICTURE = re.compile("pictures/([0-9a-f]{16})[.]png")  # of a step, as runtime/report.py names them
 WITHIN = 0.95  # share of the steps whose values lie within the colours' scale

@@ -7,13 +7,22 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import TRAINERS, load, random_trajectories, run_main, scripts_with
+from conftest import (
+    TRAINERS,
+    default_model,
+    load,
+    random_trajectories,
+    read_model,
+    run_main,
+    scripts_with,
+)
 from test_math import flat, mean, numpy_rloo, over_scripts, product, std, tensors
 from test_scripts import rows, same_tensors, small, without_times
 
 SCRIPT = "istar_webshop_ablations"
 FLAGS = {
     "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1", "--no-mixed-groups-only"],
+    "progress": ["--step-reward", "progress", "--alpha", "1"],
     "merged": ["--merge-rewards", "--alpha", "0.5", "--no-prm-skill"],
     "token": ["--granularity", "token", "--ratio", "token", "--alpha", "1", "--no-prm-skill"],
 }
@@ -97,6 +106,36 @@ def test_ground_truth_is_the_worlds_own_reward(home):
     assert table[1]["prm/pairs"] and all(row["prm/alpha"] == 1 for row in table[1:])
 
 
+def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
+    """beta * (log pi_fin - log pi_init), of the weights that lie on the disk."""
+    played(home, "finished", script="rloo_webshop")
+    seen, module = [], load(SCRIPT)
+    flattened = module.flatten
+
+    def flatten(trajectories):
+        seen.append(flattened(trajectories))
+        return seen[-1]
+
+    monkeypatch.setattr(module, "flatten", flatten)
+    path, flags = "runs/finished/policy", ["--beta", "0.5", "--temperature", "1.3"]
+    table, episodes = played(home, "progress", *FLAGS["progress"], "--finished", path, *flags)
+    batch = seen[-1]
+    logprobs = [torch.zeros(len(batch.token_step)) for _ in range(2)]
+    for of_tokens, where in zip(logprobs, (home / path, default_model(SCRIPT))):
+        model = read_model(where)
+        for sequence in batch.sequences:
+            with torch.no_grad():
+                logits = model(sequence.ids[None]).logits[0, :-1] / 1.3
+            of_ids = logits.log_softmax(-1).gather(1, sequence.ids[1:, None])[:, 0]
+            of_tokens[sequence.tokens] = of_ids[sequence.steps[1:] >= 0]
+    expected = 0.5 * module.sum_per_step(logprobs[0] - logprobs[1], batch)
+    rewards = [step["progress_reward"] for e in episodes for step in e["steps"]]
+    np.testing.assert_allclose(rewards, expected.numpy(), atol=1e-4)
+    assert expected.abs().max() > 1e-2
+    assert any(any(values) for values in steps_of(episodes, "step_advantage").values())
+    assert all("prm/loss" not in row for row in table)  # no PRM learns
+
+
 def of_steps_by_rloo(episodes):
     """(task, A^E of all steps of its group) of each group."""
     for task, outcomes in outcomes_of(episodes).items():
@@ -159,11 +198,30 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         refused = said(*token, "--ratio", "token", *other)
         assert refused.startswith("--granularity token: ") and other[0] in refused
 
+    missing = said(*FLAGS["progress"])
+    assert missing.startswith('--finished "": ') and "--step-reward progress" in missing
+    assert said("--finished", "runs/x/policy").startswith("--finished runs/x/policy: ")
+
+
+def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
+    def said(path):
+        flags = [*FLAGS["progress"], "--finished", path, "--engine", "hf"]
+        done = run_main(SCRIPT, *small(SCRIPT), *flags, cwd=tmp_path, check=False)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.startswith(f"--finished {path}: ")
+        return done.stderr
+
+    assert "no such directory" in said(tmp_path / "nothing")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert "an adapter alone" in said(tmp_path / "adapter")
+    assert "a vocabulary of" in said(default_model("istar_sokoban"))
+
 
 @pytest.mark.parametrize("script", TRAINERS)
 def test_ablations_are_flags_of_one_script_alone(script):
     names = {field.name for field in fields(load(script).Args)}
-    own = {"step_reward", "merge_rewards", "granularity"}
+    own = {"step_reward", "finished", "merge_rewards", "granularity"}
     assert names & own == (own if script == SCRIPT else set())
 
 

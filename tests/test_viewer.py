@@ -267,7 +267,7 @@ def test_a_row_of_episodes_is_what_the_documentation_says():
     text = (ROOT / "docs" / "episodes.md").read_text()
     told = set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
     assert {*row, *row["steps"][0]} <= told and f"version {EPISODE_VERSION}" in text.lower()
-    others = {"value", "ground_truth_reward", "picture"}
+    others = {"value", "ground_truth_reward", "progress_reward", "picture"}
     assert told == {*row, *row["steps"][0], *others}
 
 
