@@ -115,7 +115,7 @@ STUDIES = {
     ),
     "smollm2-sokoban": Study(
         [f"rloo_sokoban.py{PRETRAINED}", f"istar_sokoban.py{PRETRAINED} --prm-learning-rate 3e-5"],
-        (1,),  # 11 and 14 GiB: not beside each other on a machine of 24
+        (1,),  # 11 and 18 GiB: not beside each other on a machine of 24
     ),
     "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
     "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
