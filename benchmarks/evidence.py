@@ -483,6 +483,14 @@ def page(text: str, rows: list[dict]) -> str:
     return SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
 
 
+def labels(commands: list[str]) -> list[str]:
+    """Each command without the flags that all of them have."""
+    split = [command.split(" --") for command in commands]
+    shared = set.intersection(*map(set, split)) if len(split) > 1 else set()
+    own = [[words[0], *(flag for flag in words[1:] if flag not in shared)] for words in split]
+    return [" --".join(words) for words in own]
+
+
 def picture(found: list[Runs], path: Path) -> None:
     """The score against iterations and minutes: a line for the mean of the seeds, a band from the
     lowest to the highest."""
@@ -492,14 +500,15 @@ def picture(found: list[Runs], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for number, runs in enumerate(found):
+    names = labels([runs.command for runs in found])
+    for number, (runs, name) in enumerate(zip(found, names)):
         length = min(len(row["evaluations"]) for row in runs.rows)
         at = [[row["evaluations"][n] for row in runs.rows] for n in range(length)]  # [E][S]
         scores = [[each["score"] for each in seeds] for seeds in at]
         style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
         for axis, key in zip(axes, ("iteration", "minutes")):
             x = [statistics.mean(each[key] for each in seeds) for seeds in at]
-            axis.plot(x, [*map(statistics.mean, scores)], label=runs.command, **style)
+            axis.plot(x, [*map(statistics.mean, scores)], label=name, **style)
             axis.fill_between(x, [*map(min, scores)], [*map(max, scores)], alpha=0.12, **style)
     axes[0].set(xlabel="iteration", ylabel="score on the panel")
     axes[1].set(xlabel="minutes of training")

@@ -250,6 +250,8 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "![" not in evidence.section("one", rows) and "| A |" not in evidence.section(
         "one", rows
     )
+    two = ["a.py --x 1 --y 2", "a.py --x 1 --y 3 --no-z"]
+    assert evidence.labels(two) == ["a.py --y 2", "a.py --y 3 --no-z"]
     evidence.picture([low, high], tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
