@@ -4,9 +4,9 @@ istar_webshop.py is the algorithm, and `diff istar_webshop.py istar_webshop_abla
 is taken out of it or put into it here:
 
     --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
-    --step-reward progress       So does beta * (log pi_fin(a_t|o_1:t) - log pi_init(a_t|o_1:t)):
-                                 pi_fin is the policy of a finished run (--finished), pi_init that
-                                 of --model (Progress Advantage, Oh et al., arXiv 2606.26080).
+    --step-reward runs/A/policy  So does beta * (log pi_fin(a_t|o_1:t) - log pi_init(a_t|o_1:t)):
+                                 pi_fin is that policy of the finished run A, pi_init that of
+                                 --model (Progress Advantage, Oh et al., arXiv 2606.26080).
     --merge-rewards              One advantage of r_o + alpha * r_phi, every step a sample of its
                                  group, takes the place of A^E + alpha * A^S.
     --granularity token          Each token has a reward, an advantage and (--ratio token) a ratio.
@@ -77,9 +77,9 @@ class Args:
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
-    step_reward: Literal["implicit", "ground-truth", "progress"] = "implicit"
-    """A step's reward is the PRM's, the world's own, or how far --finished prefers the step."""
-    finished: str = ""  # Policy of a finished run, for --step-reward progress: runs/NAME/policy.
+    step_reward: str = "implicit"
+    """A step's reward is the PRM's (implicit), the world's own (ground-truth), or, of a directory
+    runs/NAME/policy, how far that finished run's policy prefers the step to --model's."""
     merge_rewards: bool = False  # There is one advantage, of r_o + alpha * step reward, not two.
     granularity: Literal["step", "token"] = "step"
     """Each step has a reward and an advantage, or each of its tokens; that needs --ratio token."""
@@ -380,12 +380,11 @@ def by_token(batch: Batch) -> Batch:
 def main():
     args = parse(Args, __doc__)
     per_token = args.granularity == "token"
+    source = args.step_reward if args.step_reward in ("implicit", "ground-truth") else "progress"
     if per_token and args.ratio != "token":
         refuse("ratio", args.ratio, "--granularity token has an advantage per token, so token")
-    if per_token and (args.step_reward != "implicit" or args.merge_rewards):
+    if per_token and (source != "implicit" or args.merge_rewards):
         refuse("granularity", "token", "not with --merge-rewards or another --step-reward")
-    if (args.step_reward == "progress") != bool(args.finished):
-        refuse("finished", args.finished, "a policy here and --step-reward progress go together")
     env = WebShop.from_args(args)
     run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
 
@@ -399,8 +398,8 @@ def main():
     optimizer = AdamW(trainable(phi), args.prm_learning_rate, weight_decay=0.0)
     prm = Network("prm", phi, optimizer, args.run_args.dtype, on=base)
     replay = Replay(args.prm_replay)
-    if args.step_reward == "progress":
-        finished, initial = run.load_frozen("finished"), run.load_frozen("model")
+    if source == "progress":
+        finished, initial = run.load_frozen("step_reward"), run.load_frozen("model")
 
     run.resume(policy, prm, replay=replay)
     engine.load(policy.model)
@@ -437,17 +436,17 @@ def main():
         run.log("prm", pair_statistics(step_reward, batch, pairs))  # pair_accuracy: of new pairs
 
         replay.add(trajectories, pairs)  # the groups that have a pair
-        learns = args.beta and args.step_reward == "implicit"
+        learns = args.beta and source == "implicit"
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if learns else 0):
             past = flatten(groups)  # whole groups, each of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
             past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
         run.log("prm", prm.optimizer_stats())
-        if args.step_reward == "ground-truth":
+        if source == "ground-truth":
             game_rewards = [step.game_reward for t in trajectories for step in t.steps]
             rewards = step_reward = torch.tensor(game_rewards)  # [S]
-        if args.step_reward == "progress":
+        if source == "progress":
             initial_logprobs = batch_logprobs(initial, batch, args)  # [K]
             rewards = step_reward = score_steps(finished, batch, initial_logprobs, args)  # [S]
         run.lap("prm")
@@ -491,7 +490,7 @@ def main():
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
-        rewarded = {f"{args.step_reward.replace('-', '_')}_reward": step_reward}
+        rewarded = {f"{source.replace('-', '_')}_reward": step_reward}
         named = zip(("step_advantage", "episode_advantage", "advantage"), means)
         run.save(trajectories, **rewarded, **dict(named))
 

@@ -191,7 +191,7 @@ class Run:
         --model name a directory. Exits where there is none, or none with the policy's tokens."""
         given = getattr(self.args, flag)
         if flag != "model" and not os.path.isdir(given):
-            refuse(flag, given, "there is no such directory")
+            refuse(flag, given, "this is neither a value that --help names nor a directory")
         model = self.read_model(whole=False, flag=flag).to(self.device)
         ours, theirs = (m.config.vocab_size for m in (plain(self.policy_model), model))
         if ours != theirs:

@@ -22,7 +22,6 @@ from test_scripts import rows, same_tensors, small, without_times
 SCRIPT = "istar_webshop_ablations"
 FLAGS = {
     "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1", "--no-mixed-groups-only"],
-    "progress": ["--step-reward", "progress", "--alpha", "1"],
     "merged": ["--merge-rewards", "--alpha", "0.5", "--no-prm-skill"],
     "token": ["--granularity", "token", "--ratio", "token", "--alpha", "1", "--no-prm-skill"],
 }
@@ -118,7 +117,7 @@ def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
 
     monkeypatch.setattr(module, "flatten", flatten)
     path, flags = "runs/finished/policy", ["--beta", "0.5", "--temperature", "1.3"]
-    table, episodes = played(home, "progress", *FLAGS["progress"], "--finished", path, *flags)
+    table, episodes = played(home, "progress", "--step-reward", path, "--alpha", "1", *flags)
     batch = seen[-1]
     logprobs = [torch.zeros(len(batch.token_step)) for _ in range(2)]
     for of_tokens, where in zip(logprobs, (home / path, default_model(SCRIPT))):
@@ -198,20 +197,17 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         refused = said(*token, "--ratio", "token", *other)
         assert refused.startswith("--granularity token: ") and other[0] in refused
 
-    missing = said(*FLAGS["progress"])
-    assert missing.startswith('--finished "": ') and "--step-reward progress" in missing
-    assert said("--finished", "runs/x/policy").startswith("--finished runs/x/policy: ")
-
 
 def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
     def said(path):
-        flags = [*FLAGS["progress"], "--finished", path, "--engine", "hf"]
+        flags = ["--step-reward", path, "--engine", "hf"]
         done = run_main(SCRIPT, *small(SCRIPT), *flags, cwd=tmp_path, check=False)
         assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert done.stderr.startswith(f"--finished {path}: ")
+        assert done.stderr.startswith(f"--step-reward {path}: ")
         return done.stderr
 
-    assert "no such directory" in said(tmp_path / "nothing")
+    for path in (tmp_path / "nothing", "ground_truth"):
+        assert "neither a value that --help names nor a directory" in said(path)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert "an adapter alone" in said(tmp_path / "adapter")
@@ -221,7 +217,7 @@ def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
 @pytest.mark.parametrize("script", TRAINERS)
 def test_ablations_are_flags_of_one_script_alone(script):
     names = {field.name for field in fields(load(script).Args)}
-    own = {"step_reward", "finished", "merge_rewards", "granularity"}
+    own = {"step_reward", "merge_rewards", "granularity"}
     assert names & own == (own if script == SCRIPT else set())
 
 

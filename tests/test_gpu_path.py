@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import PartialState
 from conftest import TINY, settings
 from test_engines import STOP, contexts_of, move, tiny
 
@@ -100,6 +101,7 @@ class LLM:
 @pytest.fixture
 def gpu(monkeypatch):
     """A machine that says it has a GPU; what was freed on it is in the list."""
+    PartialState(cpu=not torch.cuda.is_available())  # the device that later tests have
     freed, vllm = [], ModuleType("vllm")
     vllm.LLM, vllm.SamplingParams = LLM, SimpleNamespace
     monkeypatch.setitem(sys.modules, "vllm", vllm)
@@ -190,7 +192,7 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         run_args = SimpleNamespace(eval_only=False, gradient_checkpointing=False)
         args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
-        run = SimpleNamespace(args=args, path=tmp_path, starts=[], tokenizer=None)
+        run = SimpleNamespace(args=args, path=tmp_path, starts=[{}], tokenizer=None)
         Run.resume(run)
         drawn.append([(np.random.rand(), torch.rand(()).item())])  # the evaluation at the start
         drawn[-1] += [(np.random.rand(), torch.rand(()).item()) for _ in Run.iterations(run)]

@@ -108,6 +108,13 @@ def without_times(row):
     return {key: value for key, value in row.items() if not key.startswith("time/")}
 
 
+def without_gap(row):
+    """What does not depend on the engine's rounding, of which engine_gap is made: a copy of the
+    weights may lie otherwise in memory, and its products round otherwise."""
+    assert row.get("policy/engine_gap", 0.0) < 1e-3
+    return {key: value for key, value in without_times(row).items() if key != "policy/engine_gap"}
+
+
 def same_tensors(one, other):
     """Names of the tensors in which two files differ."""
     first, second = load_file(one), load_file(other)
@@ -276,10 +283,9 @@ def test_an_engine_with_weights_of_its_own_gets_every_update(play, script):
 
 def assert_same(first, apart):
     """The iterations that both runs have are equal, and there was something to learn."""
-    table = [*map(without_times, rows(first))]
-    assert table == [*map(without_times, rows(apart))][: len(table)]
+    table = [*map(without_gap, rows(first))]
+    assert table == [*map(without_gap, rows(apart))][: len(table)]
     assert table[1]["train/dead_groups"] < 1, "nothing to learn: another --seed in SMALL"
-    assert table[2]["policy/engine_gap"] < 1e-3
 
 
 @pytest.mark.parametrize("script", READY[:1])
@@ -321,7 +327,7 @@ def test_a_run_repeats_itself_and_goes_on_where_it_stopped(play, script, home):
         f"resumed-{script}", script, *flags, "--resume", f"runs/copy-{script}", iterations=4
     )
     resumed = home / "runs" / f"copy-{script}"
-    again, joined = ([*map(without_times, rows(run))] for run in (straight, resumed))
+    again, joined = ([*map(without_gap, rows(run))] for run in (straight, resumed))
     assert joined == again and len(again) == 5
     for name in ("policy/model.safetensors", "checkpoints/000004/trained.safetensors"):
         assert differing(straight, resumed, name) == []
