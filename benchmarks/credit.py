@@ -7,7 +7,8 @@ learning gain by it?
 
 The world is envs/crossings.py, the policy models/tiny-crossings. A row is an algorithm's WebShop
 script with the world exchanged and nothing else, started with FLAGS below and the row's own; its
-runs are whole runs, with checkpoints, which go on where they were stopped and are not repeated.
+runs are whole runs, with checkpoints, which go on where they were stopped. What NAME.jsonl has is
+not run again, and two of these commands, with other rows or other seeds, can go beside each other.
 `truth` is iStar with the true advantage in place of A^S: the ceiling.
 
 The true advantage of a step is P(success) after it less P(success) before it. The walk does not
@@ -27,6 +28,7 @@ import shlex
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -334,18 +336,18 @@ def main():
     if flags:
         parser.error(f"unknown: {' '.join(flags)}")
 
+    from runtime.files import append, rows_of
+
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     kept = RESULTS / f"{args.name}.jsonl"
-    rows = []
-    if args.table:
-        rows = [json.loads(line) for line in kept.read_text().splitlines()]
-    else:
-        for seed in args.seeds:
-            for row in args.rows:
-                rows += run_row(row, seed, args.runs_dir)
-                success, seconds = rows[-1]["success"], rows[-1]["seconds"]
-                print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)
-                kept.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    done = {(row["row"], row["seed"]) for row in rows_of(kept)}
+    for seed, row in [] if args.table else product(args.seeds, args.rows):
+        if (row, seed) not in done:
+            found = run_row(row, seed, args.runs_dir)
+            append(kept, [json.dumps(evaluation) for evaluation in found])
+            success, seconds = found[-1]["success"], found[-1]["seconds"]
+            print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)
+    rows = rows_of(kept)
     (RESULTS / f"{args.name}.md").write_text(table(rows))
     picture(rows, RESULTS / f"{args.name}.png")
     print(table(rows))

@@ -55,9 +55,11 @@ class Replay:
             del self.groups[: -self.most]
 
     def draw(self, number: int, parts: int) -> list[list[PastTrajectory]]:
-        """The trajectories of so many groups, or of all that there are, drawn by lot and dealt into
-        so many parts of whole groups; into fewer where there are not as many groups."""
-        drawn = random.sample(self.groups, min(number, len(self.groups)))
+        """The trajectories of whole groups, drawn by lot and dealt into so many parts: half of
+        `number` groups in each part, and in a single one all. Where there are not as many groups,
+        all of them are drawn, and where there are not as many as parts, the parts are fewer."""
+        wanted = number * max(parts, 2) // 2
+        drawn = random.sample(self.groups, min(wanted, len(self.groups)))
         dealt = [drawn[part::parts] for part in range(min(parts, len(drawn)))]
         return [[t for group in part for t in group] for part in dealt]
 

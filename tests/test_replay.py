@@ -69,15 +69,26 @@ def test_whole_groups_are_drawn_none_twice():
     assert Replay(9).draw(4, 2) == [] == replay.draw(4, 0)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 2, 1, 1), (1,)])
-def test_what_is_drawn_is_dealt_into_parts_of_whole_groups(sizes):
-    replay, number, parts = Replay(9), sum(sizes), max(len(sizes), 2)
+@pytest.mark.parametrize(
+    "number, parts, sizes",
+    [
+        (5, 1, (5,)),
+        (5, 2, (3, 2)),
+        (4, 3, (2, 2, 2)),
+        (4, 4, (2, 2, 1, 1)),  # there are six
+        (1, 2, (1,)),
+        (2, 9, (1, 1, 1, 1, 1, 1)),
+    ],
+)
+def test_what_is_drawn_is_dealt_into_parts_of_whole_groups(number, parts, sizes):
+    """Each part has half of the number; a single one has all."""
+    replay = Replay(9)
     for seed in range(3):
         replay.add(*episodes(seed))
     dealt = [[t.task for t in part] for part in replay.draw(number, parts)]
     assert tuple(len({*part}) for part in dealt) == sizes
     assert all(part.count(task) == 4 for part in dealt for task in part)
-    assert len({task for part in dealt for task in part}) == number
+    assert len({task for part in dealt for task in part}) == sum(sizes)
 
 
 def test_what_is_drawn_is_a_batch_of_the_same_tokens_and_pairs():
