@@ -277,13 +277,14 @@ def table(rows: list[dict]) -> str:
     titles += ["fresh pairs"]
     titles += ["skill", "seconds an iteration"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    ceiling = " ".join(["truth", *names[0].split()[1:]])  # with the flags of the first row
+    room = difference(ceiling, names[0]) if ceiling in names else []
     for name in names:
         cells = [f"`{name}`", str(len(column(name, last, "success")))]
         cells += [shown(column(name, i, "success")) for i in iterations]
         gain = difference(name, names[0])
-        ceiling = difference("truth", names[0]) if "truth" in names else []
         cells.append("" if name == names[0] else shown(gain))
-        cells.append(f"{sum(gain) / len(gain) / interval(ceiling)[0]:.2f}" if ceiling else "")
+        cells.append(f"{sum(gain) / len(gain) / interval(room)[0]:.2f}" if room else "")
         keys = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
         cells += [shown(measured(name, key)) for key in keys]
         cells.append(shown([s / last for s in column(name, last, "seconds")]))

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
+from benchmarks import credit
 from envs.crossings import (
     GUARDED,
     INVALID,
@@ -197,3 +198,33 @@ def test_advantages_by_hand():
     assert advantages([0.5, 0.5], [True, False], 2) == [0.25, -0.5]
     assert advantages([0.5, None, 0.5], [True, True, True], 1) == [0.25, 0.0, 0.0]
     assert advantages([], [], 1) == []
+
+
+# ------------ the benchmark ------------
+
+
+def test_what_is_stored_is_not_run_again(tmp_path, monkeypatch, capsys):
+    """A seed more adds its runs, and the table is of all; the ceiling has the first row's flags."""
+    ends = {"rloo --clip 1": 0.4, "truth --clip 1": 0.9, "istar": 0.6}
+    made = []
+
+    def run_row(row, seed, directory):
+        made.append((row, seed))
+        found = {"row": row, "seed": seed, "seconds": 60.0}
+        return [found | {"iteration": i, "success": ends[row] * i / 60} for i in (0, 60)]
+
+    monkeypatch.setattr(credit, "run_row", run_row)
+    monkeypatch.setattr(credit, "RESULTS", tmp_path)
+    for seeds in (["1"], ["1", "2"]):
+        words = ["credit.py", "--runs-dir", str(tmp_path), "--seeds", *seeds, "--rows", *ends]
+        monkeypatch.setattr("sys.argv", words)
+        credit.main()
+    assert made == [(row, seed) for seed in (1, 2) for row in ends]
+    lines = (tmp_path / "credit.md").read_text().splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")][1:] for line in lines]
+    assert [(row[0], row[1], row[5]) for row in cells] == [
+        ("`rloo --clip 1`", "2", "0.00"),
+        ("`truth --clip 1`", "2", "1.00"),
+        ("`istar`", "2", "0.40"),
+    ]
+    assert (tmp_path / "credit.png").stat().st_size > 1000
