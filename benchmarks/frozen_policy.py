@@ -9,7 +9,7 @@ and its PRM learns after each as in the script: from --tasks groups of the repla
 steps of trajectory DPO. Then it ranks the preference pairs of --unseen other tasks. With a
 policy that moves the same PRM may do worse: docs/results.md; with one that stands still it has to
 find what the outcomes tell. Other flags go to the script. Exits with status 1 where the accuracy is
-below --least. Written: benchmarks/results/frozen-SCRIPT.md.
+below --least. Written: benchmarks/results/frozen-SCRIPT.md, its name with the other flags.
 """
 
 import argparse
@@ -118,7 +118,8 @@ def main():
     told += ["|---|---|---|"]
     told += [f"| {n} | {r['pair_accuracy']:.3f} | {r['length_accuracy']:.3f} |" for n, r in rows]
     text = "\n".join(told) + "\n"
-    (ROOT / "benchmarks" / "results" / f"frozen-{given.script}.md").write_text(text)
+    name = "-".join(["frozen", given.script, *(flag.strip("-") for flag in flags)])
+    (ROOT / "benchmarks" / "results" / f"{name}.md").write_text(text)
     print(text)
     reached = rows[-1][1]["pair_accuracy"]
     if reached < given.least:
