@@ -299,7 +299,7 @@ def picture(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
     for name in dict.fromkeys(row["row"] for row in rows):
         points = {}
         for row in rows:
@@ -314,10 +314,10 @@ def picture(rows: list[dict], path: Path) -> None:
             (line,) = axis.plot(x, means, marker="o", markersize=3, label=name)
             low, high = ([m + sign * h for m, h in zip(means, halves)] for sign in (-1, 1))
             axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes[0].set(xlabel="iteration", ylabel="success on the panel")
+    axes[0].set(xlabel="iteration", ylabel="success", ylim=(0, 1))
     axes[1].set(xlabel="minutes of training")
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
+    named = axes[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
