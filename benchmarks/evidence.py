@@ -65,9 +65,9 @@ def every(algorithms: str, world: str, flags: str = "") -> list[str]:
     return [f"{algorithm}_{world}.py{flags}" for algorithm in algorithms.split()]
 
 
-def tuning(world: str, rate: float, algorithms: str) -> Study:
-    """The budget of every algorithm on a world: TRIES runs of 15 iterations with one seed, judged
-    on the validation tasks. An algorithm with coefficients of its own has three rates and three
+def tuning(world: str, rate: float, algorithms: str, iterations: int = 15) -> Study:
+    """The budget of every algorithm on a world: TRIES short runs with one seed, judged on the
+    validation tasks. An algorithm with coefficients of its own has three rates and three
     values of these; one without has six rates."""
     commands = []
     for algorithm in algorithms.split():
@@ -76,7 +76,7 @@ def tuning(world: str, rate: float, algorithms: str) -> Study:
         tried = over("learning-rate", *(f"{factor * rate:g}" for factor in factors)) + own
         assert len(tried) == TRIES
         script = f"{algorithm}_{world}.py"
-        commands += [f"{script}{flag} --iterations 15 --eval-every 5" for flag in tried]
+        commands += [f"{script}{flag} --iterations {iterations} --eval-every 5" for flag in tried]
     return Study([f"{command} --eval-set validation" for command in commands], (1,))
 
 
@@ -93,23 +93,23 @@ ON_SOKOBAN = "rloo grpo reinforce_pp gigpo graphgpo istar"
 ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
 ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
-ALPHAS, BETAS = over("alpha", 0, 0.1, 0.3, 1, 3), over("beta", 0.05, 0.3, 1, 3)
-GRID = ["istar_webshop.py" + alpha + beta for alpha in ALPHAS for beta in BETAS]
-BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
-RATIOS = [command + ratio for command in every("rloo grpo", "webshop") for ratio in BY_STEP]
-RATIOS += ["istar_webshop.py" + ratio for ratio in BY_TOKEN]
+SHORT, MIDDLE, LONG = over("iterations", 20, 40, 300)  # ten bring most of it on WebShop
 WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and rate
-ALPHA_1 = " --alpha 1"  # the paper's
+ALPHAS, BETAS = ["", *over("alpha", 0.1, 0.3, 3)], ["", *over("beta", 0.05, 0.3, 3)]
+GRID = [WITHOUT] + [alpha + beta for alpha in ALPHAS for beta in BETAS]  # both are 1 by default
+BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
+RATIOS = [command + ratio for command in every("rloo grpo", "webshop", SHORT) for ratio in BY_STEP]
+RATIOS += [f"istar_webshop.py{SHORT}{ratio}" for ratio in BY_TOKEN]
 SMOLLM2 = " --model runs/smollm2-sokoban"  # SmolLM2-135M-Instruct; docs/results.md has its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
 PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
-    "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP),
+    "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
-    "sokoban": Study(every(ON_SOKOBAN, "sokoban"), level=0.5),
-    "webshop": Study(every(ON_WEBSHOP, "webshop"), level=0.6),
-    "sotopia": Study(every(ON_SOTOPIA, "sotopia"), level=4.0),
+    "sokoban": Study(every(ON_SOKOBAN, "sokoban", MIDDLE), level=0.5),
+    "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
+    "sotopia": Study(every(ON_SOTOPIA, "sotopia", MIDDLE), level=3.5),
     "visual-sokoban": Study(
         every(ON_VISUAL, "visual_sokoban", " --iterations 30"), (1, 2, 3), level=0.45
     ),
@@ -117,12 +117,12 @@ STUDIES = {
         [f"rloo_sokoban.py{PRETRAINED}", f"istar_sokoban.py{PRETRAINED} --prm-learning-rate 3e-5"],
         (1,),  # 11 and 18 GiB: not beside each other on a machine of 24
     ),
-    "long-sokoban": Study(every("rloo istar", "sokoban", " --iterations 300"), level=0.6),
-    "long-webshop": Study(every("rloo istar", "webshop", " --iterations 300"), level=0.7),
-    "prm-sokoban": Study([f"istar_sokoban.py --iterations 40{x}" for x in ("", WITHOUT, ALPHA_1)]),
-    "prm-webshop": Study([f"istar_webshop.py --iterations 20{x}" for x in ("", WITHOUT)]),
-    "prm-sotopia": Study([f"istar_sotopia.py --iterations 40{x}" for x in ("", WITHOUT)]),
-    "alpha-beta-webshop": Study(GRID),
+    "long-sokoban": Study(every("rloo istar", "sokoban", LONG), (1, 2, 3), level=0.6),
+    "long-webshop": Study(every("rloo istar", "webshop", LONG), (1, 2, 3), level=0.7),
+    "prm-sokoban": Study([f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, " --alpha 1")]),
+    "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in ("", WITHOUT)]),
+    "prm-sotopia": Study([f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT)]),
+    "alpha-beta-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in GRID], (1, 2, 3)),
     "ratios-webshop": Study(RATIOS),
 }
 # Minutes of 80 iterations on one core, where no run has told yet: of iStar, of the others
