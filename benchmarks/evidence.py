@@ -8,6 +8,7 @@ A study is a list of commands, each run with every seed; STUDIES has them. A run
 `--jobs` go side by side, by the runner of sweeps/run.py: killed and started again, it repeats no
 run that was finished and goes on with the others, so a killed machine costs at most what the runs
 did since their last checkpoints. A run that fails is named at the end, and the exit status is 1.
+Two of these commands can go beside each other if each has an --out of its own.
 
 A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
 evaluations, and the score of each task of the panel before and after training. --table makes all
@@ -42,6 +43,12 @@ ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"
 MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# Stored with an evaluation: the mean over the iterations since the one before.
+LOGGED = {
+    "prm/pair_accuracy": "new pairs ranked right",
+    "prm/credit_share": "credit share of A^E",
+    "critic/explained_variance": "variance that the critic explains",
+}
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
 
 
@@ -184,6 +191,7 @@ def run(studies: list[str], jobs: int, out: Path, stored: Path, only: str = "") 
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, left))
+    os.close(runner.locked)
     if runner.stopping:
         sys.exit(f"stopped; the same command goes on: {shlex.join(['python', *sys.argv])}")
     if runner.failed:
@@ -221,15 +229,21 @@ def row_of(job: Job, path: Path, minutes: float) -> dict:
     start, memory = starts[-1], [each.get("peak_memory_gib", 0.0) for each in starts]
     rows = rows_of(path / "metrics.jsonl")
     goal = "eval/goal" in rows[0]
-    evaluations, tokens, sampled = [], 0, 0
+    evaluations, tokens, sampled, since = [], 0, 0, []
     for row in rows:
         tokens += row.get("tokens/trained", 0)
         sampled += row.get("tokens/rollout", 0)
+        since.append(row)
         if "eval/score" in row:
             score = row["eval/goal" if goal else "eval/success"]
             told = {"iteration": row["iteration"], "score": score, "tokens": tokens}
             trained = round(row["time/elapsed"] / 60, 2)
-            evaluations.append(told | {"sampled": sampled, "minutes": trained})
+            told |= {"sampled": sampled, "minutes": trained}
+            for key in LOGGED:
+                if values := [row[key] for row in since if row.get(key) is not None]:
+                    told[key] = round(statistics.mean(values), 4)
+            evaluations.append(told)
+            since = []
 
     minutes = max(minutes, trained)  # a run that was taken up had other processes before
     last = evaluations[-1]["iteration"]
@@ -411,6 +425,23 @@ def comparison_table(found: list[Runs]) -> str:
     return table(["A", "B", "P(A better)", "A - B"], lines)
 
 
+def logged_table(found: list[Runs]) -> str:
+    """What PRM and critic knew, of the commands whose rows have it: the means over the iterations
+    up to the first evaluation and over those behind it; "" where no command's have."""
+    lines = []
+    for runs in found:
+        for key, title in LOGGED.items():
+            curves = [[e[key] for e in row["evaluations"] if key in e] for row in runs.rows]
+            if min(map(len, curves)) > 1:
+                later = [statistics.mean(curve[1:]) for curve in curves]
+                cells = [f"`{runs.command}`", title]
+                for values in ([curve[0] for curve in curves], later):
+                    cells.append(between(statistics.mean(values), half_width(values)))
+                lines.append([*cells, ", ".join(f"{value:.2f}" for value in later)])
+    titles = ["command", "logged", "up to the first evaluation", "behind it", "behind it, by seed"]
+    return table(titles, lines) if lines else ""
+
+
 def plan_table(rows: list[dict]) -> str:
     """Each study: its runs, those that are stored, and the machine time."""
     stored, lines, total = {row["name"]: row for row in rows}, [], [0, 0, 0.0, 0.0]
@@ -468,6 +499,8 @@ def section(name: str, rows: list[dict]) -> str:
         parts.append(cost_table(found, study.level))
     if 1 < len(found) <= MOST and len(study.seeds) > 1:
         parts.append(comparison_table(found))
+    if told := logged_table(found):
+        parts.append(told)
     if len(found) <= MOST:
         parts.append(f"![Curves of {name}](../benchmarks/results/evidence-{name}.png)")
     return "\n\n".join(parts) + "\n"

@@ -1,10 +1,12 @@
 """JSON, JSON lines, and files that are written whole or not at all."""
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
+import sys
 from itertools import count
 from pathlib import Path
 
@@ -134,3 +136,15 @@ def hash_files(path: Path | None) -> str | None:
     for file in sorted(p for p in Path(path).iterdir() if p.is_file()):
         together.update(f"{file.name} {hash_file(file)}\n".encode())
     return together.hexdigest()
+
+
+def lock(path: Path) -> int:
+    """Keep other processes out of a directory until the file that this returns is closed. Exits
+    where one is there."""
+    file = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        sys.exit(f"{path}: another process is at work there")
+    return file

@@ -55,12 +55,16 @@ class Replay:
             del self.groups[: -self.most]
 
     def draw(self, number: int, parts: int) -> list[list[PastTrajectory]]:
-        """The trajectories of whole groups, drawn by lot and dealt into so many parts: half of
-        `number` groups in each part, and in a single one all. Where there are not as many groups,
-        all of them are drawn, and where there are not as many as parts, the parts are fewer."""
+        """The trajectories of groups drawn by lot and dealt into so many parts: half of `number`
+        groups in each part, and in a single one all. Where there are not as many groups, all of
+        them are drawn, and where there are not as many as parts, the parts are fewer.
+
+        Whatever the parts, no more trajectories are drawn than `number` groups have: of more groups
+        a share of each, those of the highest and of the lowest outcomes, at least two."""
         wanted = number * max(parts, 2) // 2
         drawn = random.sample(self.groups, min(wanted, len(self.groups)))
-        dealt = [drawn[part::parts] for part in range(min(parts, len(drawn)))]
+        shares = [extremes(group, len(group) * number // len(drawn)) for group in drawn]
+        dealt = [shares[part::parts] for part in range(min(parts, len(drawn)))]
         return [[t for group in part for t in group] for part in dealt]
 
     # ------------ checkpoints ------------
@@ -120,3 +124,13 @@ def past(t, number: int) -> PastTrajectory:
     return PastTrajectory(
         number, t.token_ids, t.step_ids, t.starts, t.outcome, steps, list(t.pictures)
     )
+
+
+def extremes(group: list[PastTrajectory], most: int) -> list[PastTrajectory]:
+    """At most so many of a group, but two: those of the lowest and of the highest outcomes, half
+    each, and among equal ones by lot."""
+    if len(group) <= max(most, 2):
+        return group
+    by_outcome = sorted(random.sample(group, len(group)), key=lambda t: t.outcome)
+    low = max(most, 2) // 2
+    return by_outcome[:low] + by_outcome[low - max(most, 2) :]

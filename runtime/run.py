@@ -16,7 +16,6 @@ Nothing here changes what is learnt.
 """
 
 import contextlib
-import fcntl
 import functools
 import math
 import os
@@ -47,7 +46,7 @@ from runtime.checkpoints import (
     told_when_full,
 )
 from runtime.engines import EngineError, HfEngine, VllmEngine
-from runtime.files import append, read_json, to_json, write_json
+from runtime.files import append, lock, read_json, to_json, write_json
 from runtime.flags import check, evaluation_tasks, flags_of, refuse, shown
 from runtime.memory import tell_if_too_much
 from runtime.models import (
@@ -520,17 +519,6 @@ def refuse_others(path: Path) -> None:
     for link in (path / "policy", path / "prm", path / "critic", path / "best"):
         if os.path.lexists(link) and not link.is_symlink():
             sys.exit(f"{link}: something else in the place of a link; move it away")
-
-
-def lock(path: Path) -> int:
-    """Keep other processes out of the run until the file that this returns is closed."""
-    file = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(file)
-        sys.exit(f"{path}: another process is at work there")
-    return file
 
 
 def knock(settings) -> None:

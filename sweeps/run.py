@@ -42,7 +42,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.files import append, replace_file, rows_of, to_json
+from runtime.files import append, lock, replace_file, rows_of, to_json
 
 import yaml
 
@@ -189,7 +189,7 @@ class Runner:
     """Runs jobs, keeps their results, and knows the failures."""
 
     def __init__(self, sweep: dict, out: Path, jobs: int):
-        self.sweep, self.out = sweep, out
+        self.sweep, self.out, self.locked = sweep, out, lock(out)
         kept = read_lines(out / "results.jsonl")
         whole = "".join(f"{to_json(entry)}\n" for entry in kept)
         replace_file(out / "results.jsonl", whole)  # without a line that a kill tore

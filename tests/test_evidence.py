@@ -154,6 +154,7 @@ for iteration in range(5):
     row = {"iteration": iteration, "time/elapsed": 60.0 * iteration}
     if iteration:
         row |= {"tokens/trained": 1000, "tokens/rollout": 100}
+        row |= {"prm/pair_accuracy": iteration / 10 + lift, "prm/credit_share": None}
     if iteration % 2 == 0:
         solved = [iteration / 4 >= (task + 1) / 4 - lift for task in range(4)]
         row |= {"eval/success": sum(solved) / 4, "eval/score": 0.5}
@@ -199,6 +200,8 @@ def test_runs_are_stored_and_not_made_again(study, tmp_path):
     assert row["parameters"] == 1000 and row["commit"] == "abc" and row["memory_gib"] == 1.5
     assert [e["score"] for e in row["evaluations"]] == [0.0, 0.5, 1.0]
     assert [e["tokens"] for e in row["evaluations"]] == [0, 2000, 4000]
+    assert [e.get("prm/pair_accuracy") for e in row["evaluations"]] == [None, 0.15, 0.35]
+    assert not any("prm/credit_share" in e for e in row["evaluations"])
     assert row["before"] == dict.fromkeys("0123", 0.0) and row["after"]["3"] == 1.0
 
     study(0, 0.25)  # nothing is left
@@ -245,6 +248,8 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "| 0.50 | 0.000 (0.000 to 0.000) |" in told  # P(A better), A - B
     assert "| minutes | GiB |" in told and "| 4.0 | 1.5 |" in told
     assert evidence.reached(low.rows[0], 1.5) is None
+    known = "new pairs ranked right | 0.150 (0.150 to 0.150) | 0.350 (0.350 to 0.350) | 0.35, 0.35"
+    assert known in told and "credit share" not in told
     assert "![Curves of one]" in told and "| A | B |" in told
     monkeypatch.setattr(evidence, "MOST", 1)  # of too many commands neither
     assert "![" not in evidence.section("one", rows) and "| A |" not in evidence.section(

@@ -4,7 +4,7 @@ back."""
 import random
 
 from runtime.batching import flat_tensors
-from runtime.replay import Replay
+from runtime.replay import Replay, extremes, past
 
 import pytest
 from conftest import load, random_trajectories, scripts_with
@@ -70,25 +70,42 @@ def test_whole_groups_are_drawn_none_twice():
 
 
 @pytest.mark.parametrize(
-    "number, parts, sizes",
+    "number, parts, sizes, of_each",
     [
-        (5, 1, (5,)),
-        (5, 2, (3, 2)),
-        (4, 3, (2, 2, 2)),
-        (4, 4, (2, 2, 1, 1)),  # there are six
-        (1, 2, (1,)),
-        (2, 9, (1, 1, 1, 1, 1, 1)),
+        (5, 1, (5,), 4),
+        (5, 2, (3, 2), 4),
+        (4, 3, (2, 2, 2), 2),
+        (4, 4, (2, 2, 1, 1), 2),  # there are six
+        (5, 3, (2, 2, 2), 3),
+        (1, 2, (1,), 4),
+        (2, 9, (1, 1, 1, 1, 1, 1), 2),
     ],
 )
-def test_what_is_drawn_is_dealt_into_parts_of_whole_groups(number, parts, sizes):
-    """Each part has half of the number; a single one has all."""
+def test_what_is_drawn_is_dealt_into_parts_of_groups(number, parts, sizes, of_each):
+    """Each part has half of the number; a single one has all. The trajectories are as many as the
+    number of groups has, or two of each."""
     replay = Replay(9)
     for seed in range(3):
         replay.add(*episodes(seed))
     dealt = [[t.task for t in part] for part in replay.draw(number, parts)]
     assert tuple(len({*part}) for part in dealt) == sizes
-    assert all(part.count(task) == 4 for part in dealt for task in part)
+    assert all(part.count(task) == of_each for part in dealt for task in part)
     assert len({task for part in dealt for task in part}) == sum(sizes)
+
+
+@pytest.mark.parametrize("most, kept", ((9, 6), (6, 6), (5, 5), (4, 4), (3, 3), (2, 2), (0, 2)))
+def test_a_share_of_a_group_has_its_highest_and_lowest_outcomes(most, kept):
+    group = [past(t, 0) for t in episodes(1)[0][:6]]
+    for t, outcome in zip(group, (0.5, 0.0, 1.0, 0.5, 0.0, 0.5)):
+        t.outcome = outcome
+    shares = [extremes(group, most) for _ in range(60)]
+    for share in shares:
+        assert len({id(t) for t in share}) == len(share) == kept
+        outcomes = sorted(t.outcome for t in share)
+        highest = sorted(t.outcome for t in group)[-(kept - kept // 2) :]
+        assert outcomes == [0.0, 0.0, 0.5][: kept // 2] + highest
+    seen = {id(t) for share in shares for t in share}  # among equal ones it is by lot
+    assert len(seen) == (3 if kept == 2 else 6)
 
 
 def test_what_is_drawn_is_a_batch_of_the_same_tokens_and_pairs():

@@ -306,6 +306,20 @@ def test_a_stopped_runner_stops_its_runs_and_says_how_to_go_on(sweep, sent):
     assert not is_alive(one[0]["pid"])
 
 
+def test_two_runners_do_not_share_a_directory(sweep):
+    file = sweep({"pause": {"value": 30}})
+    process = subprocess.Popen(command(file), stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not starts_of(file):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    second = subprocess.run(command(file), capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1 and "another process is at work there" in second.stderr
+    assert process.poll() is None and len(starts_of(file)) == 1
+    process.terminate()
+    process.wait()
+
+
 def test_a_changed_file_mixes_no_rows(sweep):
     file = sweep({"alpha": {"values": [1, 2]}})
     execute(file)
