@@ -77,7 +77,7 @@ class Args:
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
     prm_follows: bool = True  # What moves the policy moves the PRM as well (paper: no).
-    prm_steps: Natural = 2  # PRM steps per iteration, each on half its number of groups; 1: on all.
+    prm_steps: Natural = 8  # PRM steps per iteration, sharing its number of episodes (paper: 1).
     prm_replay: Natural = 256  # Last groups with a pair, from which it learns; 0: new ones (paper).
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).

@@ -102,11 +102,14 @@ ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
 SHORT, MIDDLE, LONG = over("iterations", 20, 40, 300)  # ten bring most of it on WebShop
 WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and rate
+ALPHA_1, TWO = " --alpha 1", " --prm-steps 2"  # the paper's; the default before it was 8
 ALPHAS, BETAS = ["", *over("alpha", 0.1, 0.3, 3)], ["", *over("beta", 0.05, 0.3, 3)]
 GRID = [WITHOUT] + [alpha + beta for alpha in ALPHAS for beta in BETAS]  # both are 1 by default
 BY_STEP, BY_TOKEN = (["", *over("ratio", "step-mean", other)] for other in ("step", "token"))
 RATIOS = [command + ratio for command in every("rloo grpo", "webshop", SHORT) for ratio in BY_STEP]
 RATIOS += [f"istar_webshop.py{SHORT}{ratio}" for ratio in BY_TOKEN]
+ON_PICTURES = every(ON_VISUAL, "visual_sokoban", " --iterations 30")
+ON_PICTURES += [ON_PICTURES[-1] + TWO]
 SMOLLM2 = " --model runs/smollm2-sokoban"  # SmolLM2-135M-Instruct; docs/results.md has its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
 PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
@@ -117,18 +120,21 @@ STUDIES = {
     "sokoban": Study(every(ON_SOKOBAN, "sokoban", MIDDLE), level=0.5),
     "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
     "sotopia": Study(every(ON_SOTOPIA, "sotopia", MIDDLE), level=3.5),
-    "visual-sokoban": Study(
-        every(ON_VISUAL, "visual_sokoban", " --iterations 30"), (1, 2, 3), level=0.45
-    ),
+    "visual-sokoban": Study(ON_PICTURES, (1, 2, 3), level=0.45),
     "smollm2-sokoban": Study(
-        [f"rloo_sokoban.py{PRETRAINED}", f"istar_sokoban.py{PRETRAINED} --prm-learning-rate 3e-5"],
+        [
+            f"rloo_sokoban.py{PRETRAINED}",
+            f"istar_sokoban.py{PRETRAINED} --prm-learning-rate 3e-5{TWO}",
+        ],
         (1,),  # 11 and 18 GiB: not beside each other on a machine of 24
     ),
     "long-sokoban": Study(every("rloo istar", "sokoban", LONG), (1, 2, 3), level=0.6),
     "long-webshop": Study(every("rloo istar", "webshop", LONG), (1, 2, 3), level=0.7),
-    "prm-sokoban": Study([f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, " --alpha 1")]),
-    "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in ("", WITHOUT)]),
-    "prm-sotopia": Study([f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT)]),
+    "prm-sokoban": Study(
+        [f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, ALPHA_1, TWO, ALPHA_1 + TWO)]
+    ),
+    "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in ("", WITHOUT, TWO)]),
+    "prm-sotopia": Study([f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT, TWO)]),
     "alpha-beta-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in GRID], (1, 2, 3)),
     "ratios-webshop": Study(RATIOS),
 }
