@@ -82,7 +82,7 @@ class Args:
     gae_lambda: Rate = 0.95
     """GAE weights what comes later by this (lambda): 1 is the outcome less V, 0 one step ahead."""
     critic_learning_rate: Rate = 1e-3  # The critic's rate (AdamW); 1e-5 is usual for 7B.
-    critic_lora_rank: Count = 16  # The critic trains its head and an adapter of this rank.
+    critic_lora_rank: Natural = 16  # Rank of the critic's LoRA adapter; 0: a full copy is trained.
     value_clip: Positive = 0.5  # A value is learnt within this of the old value (c).
 
 
@@ -287,13 +287,15 @@ def value_loss(values, old_values, returns, clip: float) -> torch.Tensor:
 
 def add_value_head(path: str, rank: int, **read):
     """The initial model with a value head of weight 0 and a LoRA adapter, "critic"; peft trains and
-    saves both."""
+    saves both. Rank 0: all of it is trained, in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForTokenClassification
 
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **read)
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
+    if rank == 0:
+        return model.float()
     layers = dict(target_modules="all-linear", exclude_modules=["score"], task_type="TOKEN_CLS")
     config = LoraConfig(r=rank, lora_alpha=rank, **layers)
     return get_peft_model(model, config, adapter_name="critic")

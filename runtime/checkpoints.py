@@ -199,7 +199,7 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
         causal.config.save_pretrained(path)
         config = read_json(path / "config.json")
         write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
-        if causal.generation_config is not None:
+        if getattr(causal, "generation_config", None):  # a critic generates nothing
             causal.generation_config.save_pretrained(path)
         tokenizer.save_pretrained(path)
         if hasattr(causal, "picture_processor"):

@@ -221,15 +221,15 @@ def flags_for(setting: Setting, before: Setting) -> str:
 def setting_of(args, cards: int) -> Setting:
     """What a script's flags say; cards: that share the policy."""
     run_args = args.run_args
-    ranks = [getattr(args, name, 0) for name in ("prm_lora_rank", "critic_lora_rank")]
+    ranks = [getattr(args, name, None) for name in ("prm_lora_rank", "critic_lora_rank")]
     episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
     longest = args.max_context_tokens
     return Setting(
         tokens=min(max(run_args.micro_batch_tokens, longest), episodes * longest),
         action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
         lora_rank=args.policy_lora_rank,
-        prm_rank=max(ranks),
-        prm_copy=getattr(args, "prm_lora_rank", None) == 0,
+        prm_rank=max(rank or 0 for rank in ranks),
+        prm_copy=0 in ranks,
         follows=getattr(args, "prm_follows", False),
         own_base=bool(ranks[1]),
         dtype=run_args.dtype,

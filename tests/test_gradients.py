@@ -671,17 +671,17 @@ def test_cross_entropy_learns_a_planted_difference(script):
 
 @pytest.fixture
 def critic_model(tmp_path):
-    """make(module) -> a critic on a small random model, whose head and adapter are not 0 any
+    """make(module, rank) -> a critic on a small random model, whose head and adapter are not 0 any
     more."""
 
-    def make(module):
+    def make(module, rank=4):
         random_model(0).save_pretrained(tmp_path / "model")
-        model = module.add_value_head(str(tmp_path / "model"), 4)
+        model = module.add_value_head(str(tmp_path / "model"), rank)
         head = [p for name, p in model.named_parameters() if "score" in name]
         assert head and not any(p.any() for p in head)  # V starts at 0
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and (rank or "score" in name):
                 torch.nn.init.normal_(parameter, std=0.05 if "lora_" in name else 0.3)
         return model
 
@@ -704,11 +704,13 @@ def plain_values(model, trajectories):
 
 
 @history((False, True))
-@pytest.mark.parametrize("gae", ("step", "token"))
+@pytest.mark.parametrize("gae, rank", (("step", 4), ("token", 4), ("step", 0)))
 @with_names("critic_update")
-def test_critic_gradient_equals_autograd_for_any_micro_batch(script, gae, history, critic_model):
+def test_critic_gradient_equals_autograd_for_any_micro_batch(
+    script, gae, rank, history, critic_model
+):
     module = load(script)
-    critic = captured(critic_model(module), "critic")
+    critic = captured(critic_model(module, rank), "critic")
     trajectories = random_trajectories(module, history=history)
     batch, args = module.flatten(trajectories), settings(value_clip=0.1)
     steps = [step for steps in plain_values(critic.model, trajectories) for step in steps]

@@ -510,6 +510,22 @@ def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play, script)
         assert all(step["implicit_reward"] == 0 for step in json.loads(line)["steps"])
 
 
+def test_a_critic_of_rank_0_is_a_full_copy_that_is_kept_and_taken_up(play):
+    """Two iterations and two more are four; the critic's directory is a whole model, head and
+    all."""
+    script = "ppo_webshop"
+    whole = ["--critic-lora-rank", "0"]
+    straight, _ = play("critic-straight", script, *whole, iterations=4)
+    run, _ = play("critic-whole", script, *whole)
+    saved = load_file(run / "critic/model.safetensors")
+    start = read_model(default_model(script)).state_dict()
+    assert saved["score.weight"].any() and saved["score.bias"].any()
+    layer = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(saved[layer], start[layer])
+    play("critic-on", script, *whole, "--resume", "runs/critic-whole", iterations=4)
+    assert differing(straight, run, "checkpoints/000004/trained.safetensors") == []
+
+
 def test_eval_only_of_a_trained_policy(play, home):
     """The panel's result of a checkpoint: nothing is trained, nothing is overwritten."""
     script = READY[0]
