@@ -314,7 +314,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
 # and rates go when the studies that replace them have run.
 
 RESULTS = evidence.ROWS.parent
-CURVES = ("sokoban-long", "visual-sokoban")
+CURVES = ("longer", "sokoban-long", "visual-sokoban")
 RATES = ("learning-rates-sokoban", "learning-rates-webshop")
 
 
