@@ -992,7 +992,7 @@ graphgpo_sokoban --distance-discount=1.1 --distance-discount=nan --step-weight=-
 dpo_webshop --beta=-1 --beta=nan --pair-margin=-1 --minibatches=0 --clip=0.2 --ratio=step
 prime_webshop --outcome=score --ratio=step --variant=new --beta=inf
 ppo_webshop --gamma=nan --gamma=1.5 --gae-lambda=-0.1 --value-clip=0 --value-clip=nan --gae=all
-ppo_webshop --critic-learning-rate=inf --critic-lora-rank=0
+ppo_webshop --critic-learning-rate=inf --critic-lora-rank=-1
 istar_webshop_ablations --granularity=token --step-reward=none --merge-rewards=1
 warm_start --noise=1.5 --noise=nan --target=2 --kv-heads=3 --heads=0 --vocabulary=10 --hidden=0
 warm_start --layers=1000000 --rotary-base=0 --rotary-base=nan --out=/dev/null/x --out=

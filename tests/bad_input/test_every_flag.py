@@ -19,8 +19,8 @@ HUGE = str(2**64)
 MAY_BE_0 = set(
     "history policy_lora_rank seed num_products min_updates learning_rate prm_learning_rate "
     "critic_learning_rate eval_temperature invalid_penalty engine_correction alpha beta "
-    "prm_lora_rank prm_steps prm_replay prm_ridge prm_weight_decay pair_margin pair_threshold "
-    "step_weight "
+    "prm_lora_rank critic_lora_rank prm_steps prm_replay prm_ridge prm_weight_decay pair_margin "
+    "pair_threshold step_weight "
     "gamma gae_lambda step_gamma distance_discount target noise observation_share "
     "saved_pictures save_every".split()
 )
