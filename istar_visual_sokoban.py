@@ -449,7 +449,7 @@ def main():
 
         replay.add(trajectories, pairs)  # the groups that have a pair
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if args.beta else 0):
-            past = flatten(groups)  # whole groups, each of one iteration
+            past = flatten(groups)  # the best and the worst of each group, all of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
             past_pairs = preference_pairs(past.outcomes, past.group, *pairing)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))

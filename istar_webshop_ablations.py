@@ -1,7 +1,6 @@
 """Ablations of iStar on WebShop: other step rewards, another way to use them, a reward per token.
 
-istar_webshop.py is the algorithm, and `diff istar_webshop.py istar_webshop_ablations.py` shows what
-is taken out of it or put into it here:
+istar_webshop.py is the algorithm; `diff` it with this page to see what these flags take or change:
 
     --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
     --step-reward runs/A/policy  So does beta * (log pi_fin(a_t|o_1:t) - log pi_init(a_t|o_1:t)):
@@ -9,6 +8,8 @@ is taken out of it or put into it here:
                                  --model (Progress Advantage, Oh et al., arXiv 2606.26080).
     --merge-rewards              One advantage of r_o + alpha * r_phi, every step a sample of its
                                  group, takes the place of A^E + alpha * A^S.
+    --normalise-over turn        A^S compares a step with the steps of the same turn in its group
+                                 alone, or (batch) with all steps of all groups.
     --granularity token          Each token has a reward, an advantage and (--ratio token) a ratio.
 
 Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are that page's.
@@ -81,6 +82,7 @@ class Args:
     """A step's reward is the PRM's (implicit), the world's own (ground-truth), or, of a directory
     runs/NAME/policy, how far that finished run's policy prefers the step to --model's."""
     merge_rewards: bool = False  # There is one advantage, of r_o + alpha * step reward, not two.
+    normalise_over: Literal["group", "turn", "batch"] = "group"  # A^S is standardised over these.
     granularity: Literal["step", "token"] = "step"
     """Each step has a reward and an advantage, or each of its tokens; that needs --ratio token."""
 
@@ -353,21 +355,15 @@ def grpo_advantages(outcomes, group, std_floor: float = 0.0) -> torch.Tensor:
 
 
 def episode_advantages(batch: Batch, invalid, penalty: float) -> torch.Tensor:
-    """A^E of every step by RLOO, [S]. A step with an invalid answer (invalid [S]) sees an outcome
-    lower by `penalty`."""
+    """A^E of every step by RLOO, [S]; invalid [S]: whose answer was, and sees r_o - `penalty`."""
     advantages = rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]  # [S]
     return advantages - penalty * invalid
 
 
 def merged_advantages(batch: Batch, rewards, alpha: float, invalid, penalty: float):
-    """The advantage of r_o + alpha * step reward, every step a sample of its own in its group, [S];
-    rewards [S]."""
-    merged = batch._replace(
-        outcomes=batch.outcomes[batch.step_traj] + alpha * rewards,  # [S]
-        group=batch.group[batch.step_traj],  # [S]
-        step_traj=torch.arange(len(rewards)),
-    )
-    return episode_advantages(merged, invalid, penalty)
+    """RLOO's advantage of r_o + alpha * rewards, every step a sample of its group, [S] from [S]."""
+    merged = batch.outcomes[batch.step_traj] + alpha * rewards  # [S]
+    return rloo_advantages(merged, batch.group[batch.step_traj]) - penalty * invalid
 
 
 def by_token(batch: Batch) -> Batch:
@@ -385,6 +381,8 @@ def main():
         refuse("ratio", args.ratio, "--granularity token has an advantage per token, so token")
     if per_token and (source != "implicit" or args.merge_rewards):
         refuse("granularity", "token", "not with --merge-rewards or another --step-reward")
+    if args.merge_rewards and args.normalise_over != "group":
+        refuse("normalise_over", args.normalise_over, "not with --merge-rewards, which has no A^S")
     env = WebShop.from_args(args)
     run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
 
@@ -428,9 +426,7 @@ def main():
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
-        units, invalid = batch, batch.invalid  # U = S steps have a reward and an advantage
-        if per_token:  # or U = K tokens
-            units, invalid = by_token(batch), batch.invalid[batch.token_step]
+        units = by_token(batch) if per_token else batch  # U = K tokens, or S steps, have a reward
         rewards = score_steps(prm, units, old_logprobs, args)  # [U] before it learns from them
         step_reward = sum_per_step(rewards, batch) if per_token else rewards  # [S]
         run.log("prm", pair_statistics(step_reward, batch, pairs))  # pair_accuracy: of new pairs
@@ -438,7 +434,7 @@ def main():
         replay.add(trajectories, pairs)  # the groups that have a pair
         learns = args.beta and source == "implicit"
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if learns else 0):
-            past = flatten(groups)  # whole groups, each of one iteration
+            past = flatten(groups)  # the best and the worst of each group, all of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
             past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
@@ -452,24 +448,29 @@ def main():
         run.lap("prm")
 
         # ------------ 4. Advantages: A = A^E + alpha * A^S ------------
-        step_group = units.group[units.step_traj]  # [U]
+        compared = batch.group[batch.step_traj]  # [S] a step is compared with those of its number
+        if args.normalise_over == "turn":
+            turns = torch.cat([torch.arange(len(t.steps)) for t in trajectories])  # [S]
+            compared = compared * args.max_steps + turns
+        if args.normalise_over == "batch":
+            compared = torch.zeros_like(compared)
         trust = skill(run.recent("prm/pair_accuracy"), run.recent("prm/pairs"))  # 0 to 1
         run.log("prm", {"skill": trust})
         alpha = args.alpha * (trust if args.prm_skill and learns else 1.0)
         credited = in_mixed_group(batch, pairs) | (not args.mixed_groups_only)  # [S]
         credited &= ~batch.invalid | args.credit_invalid  # r_phi favours whatever is rare
-        own = credited[batch.token_step] if per_token else credited  # [U]
+        of = batch.token_step if per_token else slice(None)  # the step of a unit, [U]
         step_adv = torch.zeros_like(rewards)  # [U]
-        step_adv[own] = step_advantages(rewards[own], step_group[own])
+        step_adv[credited[of]] = step_advantages(rewards[credited[of]], compared[of][credited[of]])
+        invalid, penalty = batch.invalid[of], args.invalid_penalty  # [U]
         if args.merge_rewards:
-            advantages = merged_advantages(batch, rewards, alpha, invalid, args.invalid_penalty)
+            advantages = merged_advantages(batch, rewards, alpha, invalid, penalty)
             episode_adv = torch.full_like(advantages, float("nan"))  # one advantage for both
         else:
-            episode_adv = episode_advantages(units, invalid, args.invalid_penalty)  # [U]
+            episode_adv = episode_advantages(units, invalid, penalty)  # [U]
             advantages = episode_adv + alpha * step_adv  # [U]
 
-        # The log has numbers of steps [S]: means of the advantages of its tokens.
-        means = step_adv, episode_adv, advantages
+        means = step_adv, episode_adv, advantages  # for the log, which has numbers of steps [S]
         if per_token:
             counts = torch.bincount(batch.token_step)  # [S]
             means = [sum_per_step(x, batch) / counts for x in means]
@@ -490,9 +491,8 @@ def main():
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):
             run.log_episodes("eval", evaluate())
-        rewarded = {f"{source.replace('-', '_')}_reward": step_reward}
-        named = zip(("step_advantage", "episode_advantage", "advantage"), means)
-        run.save(trajectories, **rewarded, **dict(named))
+        named = dict(zip(("step_advantage", "episode_advantage", "advantage"), means))
+        run.save(trajectories, **{f"{source.replace('-', '_')}_reward": step_reward}, **named)
 
 
 if __name__ == "__main__":

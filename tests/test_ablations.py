@@ -135,6 +135,31 @@ def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
     assert all("prm/loss" not in row for row in table)  # no PRM learns
 
 
+@pytest.mark.parametrize("over", ("turn", "batch"))
+def test_a_s_is_standardised_over_what_the_flag_says(home, over):
+    """Of the valid steps of groups that have a pair, since others have no A^S."""
+    flags = ["--alpha", "1", "--no-prm-skill", "--temperature", "1.3"]
+    _, episodes = played(home, over, "--normalise-over", over, *flags)
+    mixed = {task for task, outcomes in outcomes_of(episodes).items() if len({*outcomes}) > 1}
+    assert len(mixed) > 1
+    sets, elsewhere = {}, []
+    for e in episodes:
+        for turn, step in enumerate(e["steps"]):
+            pair = step["implicit_reward"], step["step_advantage"]
+            if e["task"] in mixed and step["valid"]:
+                sets.setdefault((e["task"], turn) if over == "turn" else 0, []).append(pair)
+            else:
+                elsewhere.append(pair[1])
+    assert len(sets) > 4 if over == "turn" else len(sets) == 1
+    for pairs in sets.values():
+        used, credit = np.array(pairs).T
+        expected = np.zeros(len(used))
+        if len({*used}) > 1:
+            expected = (used - mean(used)) / std(used)
+        np.testing.assert_allclose(credit, expected, rtol=1e-3, atol=1e-3)
+    assert not any(elsewhere)
+
+
 def of_steps_by_rloo(episodes):
     """(task, A^E of all steps of its group) of each group."""
     for task, outcomes in outcomes_of(episodes).items():
@@ -196,6 +221,7 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     for other in (["--merge-rewards"], ["--step-reward", "ground-truth"]):
         refused = said(*token, "--ratio", "token", *other)
         assert refused.startswith("--granularity token: ") and other[0] in refused
+    assert said("--merge-rewards", "--normalise-over", "turn").startswith("--normalise-over turn: ")
 
 
 def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
@@ -217,7 +243,7 @@ def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
 @pytest.mark.parametrize("script", TRAINERS)
 def test_ablations_are_flags_of_one_script_alone(script):
     names = {field.name for field in fields(load(script).Args)}
-    own = {"step_reward", "merge_rewards", "granularity"}
+    own = {"step_reward", "merge_rewards", "normalise_over", "granularity"}
     assert names & own == (own if script == SCRIPT else set())
 
 
