@@ -9,7 +9,8 @@ The world is envs/crossings.py, the policy models/tiny-crossings. A row is an al
 script with the world exchanged and nothing else, started with FLAGS below and the row's own; its
 runs are whole runs, with checkpoints, which go on where they were stopped. What NAME.jsonl has is
 not run again, and two of these commands, with other rows or other seeds, can go beside each other.
-`truth` is iStar with the true advantage in place of A^S: the ceiling.
+`truth` is iStar with the true advantage in place of A^S: the ceiling. `ablations` are of
+istar_webshop_ablations.py.
 
 The true advantage of a step is P(success) after it less P(success) before it. The walk does not
 depend on the answers, so it follows from the probabilities that the policy gives to the right ways
@@ -39,7 +40,7 @@ from intervals import student
 RESULTS = ROOT / "benchmarks" / "results"
 
 ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
-SCRIPTS = {"truth": "istar"}  # of rows that have another name than their script
+SCRIPTS = {"truth": "istar_webshop", "ablations": "istar_webshop_ablations"}  # others: ROW_webshop
 OWN = {  # flags of a row
     "truth": "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill --no-mixed-groups-only",
     "prime": "--ratio token",  # it has no other
@@ -56,11 +57,11 @@ FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
 
 
 def load_script(name: str, directory: Path):
-    """The module of an algorithm's WebShop script with the world exchanged."""
-    source = (ROOT / f"{name}_webshop.py").read_text()
+    """The module of a WebShop script with the world exchanged."""
+    source = (ROOT / f"{name}.py").read_text()
     source = source.replace("envs.webshop", "envs.crossings").replace("WebShop", "Crossings")
     source = source.replace("args.world.outcome", '"success"')  # PRIME asks: it is 0 or 1 here
-    path = directory / f"{name}_crossings.py"
+    path = directory / f"{name.replace('webshop', 'crossings')}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -170,7 +171,7 @@ class Measuring:
 
 def work(row: str, flags: list[str], directory: Path) -> None:
     """Run a row's script with these flags to its end, in this process."""
-    module = load_script(SCRIPTS.get(row, row), directory)
+    module = load_script(SCRIPTS.get(row, f"{row}_webshop"), directory)
     Measuring(module, with_truth=row == "truth")
     sys.argv = [module.__file__, *flags]
     module.main()
