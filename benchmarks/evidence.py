@@ -531,27 +531,34 @@ def labels(commands: list[str]) -> list[str]:
 
 
 def picture(found: list[Runs], path: Path) -> None:
-    """The score against iterations and minutes: a line for the mean of the seeds, a band from the
-    lowest to the highest."""
+    """The score against iterations and minutes, and what PRM and critic knew against minutes: a
+    line for the mean of the seeds, a band from the lowest to the highest."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    evaluations = [e for runs in found for row in runs.rows for e in row["evaluations"]]
+    known = [key for key in LOGGED if any(key in e for e in evaluations)]
+    rows = [["score iteration"] * 3 + ["score minutes"] * 3]
+    if known:
+        rows.append([f"{key} minutes" for key in known for _ in range(6 // len(known))])
+    figure, axes = plt.subplot_mosaic(rows, figsize=(11, 4 * len(rows)))
     names = labels([runs.command for runs in found])
     for number, (runs, name) in enumerate(zip(found, names)):
-        length = min(len(row["evaluations"]) for row in runs.rows)
-        at = [[row["evaluations"][n] for row in runs.rows] for n in range(length)]  # [E][S]
-        scores = [[each["score"] for each in seeds] for seeds in at]
         style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
-        for axis, key in zip(axes, ("iteration", "minutes")):
-            x = [statistics.mean(each[key] for each in seeds) for seeds in at]
-            axis.plot(x, [*map(statistics.mean, scores)], label=name, **style)
-            axis.fill_between(x, [*map(min, scores)], [*map(max, scores)], alpha=0.12, **style)
-    axes[0].set(xlabel="iteration", ylabel="score on the panel")
-    axes[1].set(xlabel="minutes of training")
-    axes[0].legend(fontsize=6)
+        for panel, axis in axes.items():
+            key, against = panel.split()
+            curves = [[e for e in row["evaluations"] if key in e] for row in runs.rows]
+            at = [*zip(*curves)]  # up to the end of the shortest
+            x = [statistics.mean(e[against] for e in seeds) for seeds in at]
+            y = [[e[key] for e in seeds] for seeds in at]
+            axis.plot(x, [*map(statistics.mean, y)], label=name, **style)
+            axis.fill_between(x, [*map(min, y)], [*map(max, y)], alpha=0.12, **style)
+            unit = " of training" if against == "minutes" else ""
+            axis.set(xlabel=against + unit, ylabel=LOGGED.get(key, "score on the panel"))
+    axes["score minutes"].sharey(axes["score iteration"])
+    axes["score iteration"].legend(fontsize=6)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

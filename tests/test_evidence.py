@@ -258,8 +258,14 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     )
     two = ["a.py --x 1 --y 2", "a.py --x 1 --y 3 --no-z"]
     assert evidence.labels(two) == ["a.py --y 2", "a.py --y 3 --no-z"]
+    figures = []
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
     evidence.picture([low, high], tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000
+    *scores, known = figures[0].axes
+    assert [axis.get_ylabel() for axis in scores] == ["score on the panel"] * 2
+    assert known.get_ylabel() == "new pairs ranked right"
+    assert known.lines[0].get_xydata().tolist() == [[2, 0.15], [4, 0.35]]  # minutes
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
 
 
