@@ -338,6 +338,7 @@ def main():
     model = run.load_adapter("prm", args.prm_lora_rank)
     optimizer = AdamW(trainable(model), args.prm_learning_rate, weight_decay=args.prm_weight_decay)
     prm = Network("prm", model, optimizer, args.run_args.dtype)
+    reference = Network("reference", model, optimizer, args.run_args.dtype)  # without the adapter
 
     run.resume(policy, prm)
     engine.load(policy.model)
@@ -368,8 +369,7 @@ def main():
         token_traj = batch.step_traj[batch.token_step]  # [K]
         if args.variant == "prime":
             owner, labels = token_traj, batch.outcomes  # a trajectory is a sample
-            with prm.model.disable_adapter():
-                ref_logprobs = batch_logprobs(prm, batch, args, label="reference")  # [K]
+            ref_logprobs = batch_logprobs(reference, batch, args, label="reference")  # [K]
         else:
             owner, labels = batch.token_step, batch.outcomes[batch.step_traj]  # a step is one
             ref_logprobs = old_logprobs

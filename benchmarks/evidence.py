@@ -161,6 +161,11 @@ def job_of(command: str, seed: int) -> Job:
     return Job(0, {}, seed, name, [sys.executable, *shlex.split(command)])
 
 
+def job_command(job: Job) -> str:
+    """The command as the studies and docs have it, without python and the seed."""
+    return shlex.join(job.words[1:])
+
+
 def jobs_of(studies: list[str]) -> dict[str, Job]:
     """{name: job}: seed by seed, so that every command is known early; what two studies share is
     run once."""
@@ -185,7 +190,7 @@ def run(studies: list[str], jobs: int, out: Path, stored: Path, only: str = "") 
     runner = Runner({"metric": {"name": "eval/score"}}, out, jobs)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, runner.stop)
-    chosen = [job for job in jobs_of(studies).values() if job.words[1].startswith(only)]
+    chosen = [job for job in jobs_of(studies).values() if job_command(job).startswith(only)]
     left = [job for job in chosen if job.name not in done]
     runner.total = len(left)
 
@@ -254,7 +259,7 @@ def row_of(job: Job, path: Path, minutes: float) -> dict:
     minutes = max(minutes, trained)  # a run that was taken up had other processes before
     last = evaluations[-1]["iteration"]
     panel = panel_scores(path / "eval_episodes.jsonl", goal, (0, last))
-    row = {"name": job.name, "command": shlex.join(job.words[1:]), "seed": job.seed}
+    row = {"name": job.name, "command": job_command(job), "seed": job.seed}
     row |= {"commit": start["commit"], "flags": flags, "parameters": parameters_of(path / "policy")}
     row |= {"minutes": round(minutes, 2), "memory_gib": max(memory), "evaluations": evaluations}
     return row | {"before": panel[0], "after": panel[last]}
@@ -474,7 +479,7 @@ def shown(numbers: list) -> list[str]:
 def expected(job: Job, rows: list[dict]) -> float:
     """Minutes of a run that was not made yet: as those of its script and model that were, by
     iterations."""
-    command = shlex.join(job.words[1:])
+    command = job_command(job)
     world, algorithm = world_and_algorithm(command)
     given = re.search(r"--iterations (\d+)", command)
     iterations = int(given[1]) if given else 80

@@ -10,7 +10,8 @@ from runtime.statistics import pair_statistics, skill
 
 import pytest
 import torch
-from conftest import load, run_main, scripts_with
+from conftest import default_model, load, read_model, run_main, scripts_with
+from peft import PeftModel
 from test_math import over_scripts
 from test_scripts import small
 
@@ -120,6 +121,43 @@ def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, s
         for row in rows(home)[1:]:
             rewarded = row.get("prm/reward_abs", row.get("prm/process_std"))
             assert rewarded < 1e-5, form  # two precisions: 0.03
+
+
+@pytest.mark.parametrize("form", [(), LORA], ids=" ".join)
+def test_primes_rewards_are_of_its_prm_against_the_initial_model(tmp_path, monkeypatch, form):
+    """beta * (log pi_phi - log pi_ref), of the weights that lie on the disk."""
+    seen, module = [], load("prime_webshop")
+    flattened = module.flatten
+
+    def flatten(trajectories):
+        seen.append(flattened(trajectories))
+        return seen[-1]
+
+    monkeypatch.setattr(module, "flatten", flatten)
+    flags = ["--prm-learning-rate", "0.01", "--prm-score", "after", "--temperature", "1.3"]
+    flags += ["--learning-rate", "0.01", "--beta", "0.5"]
+    run_main("prime_webshop", *TINY, *flags, *form, cwd=tmp_path)
+    run = tmp_path / "runs" / "it"
+
+    def logprobs(model):
+        of_tokens = torch.zeros(len(seen[-1].token_step))
+        for sequence in seen[-1].sequences:
+            with torch.no_grad():
+                logits = model(sequence.ids[None]).logits[0, :-1] / 1.3
+            of_ids = logits.log_softmax(-1).gather(1, sequence.ids[1:, None])[:, 0]
+            of_tokens[sequence.tokens] = of_ids[sequence.steps[1:] >= 0]
+        return of_tokens
+
+    initial = read_model(default_model("prime_webshop"))
+    reference = logprobs(initial)
+    gaps = logprobs(PeftModel.from_pretrained(initial, run / "prm")) - reference
+    expected = 0.5 * module.sum_per_step(gaps, seen[-1])
+    lines = (run / "episodes.jsonl").read_text().splitlines()
+    episodes = [e for e in map(json.loads, lines) if e["iteration"] == 2]
+    rewards = [step["implicit_reward"] for e in episodes for step in e["steps"]]
+    torch.testing.assert_close(torch.tensor(rewards), expected, rtol=0, atol=1e-3)
+    assert expected.abs().max() > 1e-2
+    assert rows(tmp_path)[2]["prm/process_std"] > 1e-3
 
 
 @pytest.mark.parametrize("form", MOVED, ids=" ".join)

@@ -215,6 +215,8 @@ def test_runs_are_stored_and_not_made_again(study, tmp_path):
 def test_only_some_commands_are_run(study, tmp_path):
     study(0, 0.25, only=f"{tmp_path}/grpo")
     assert rows_in(tmp_path) == []
+    study(0, 0.25, only=f"{tmp_path}/rloo_sokoban.py --clip 0.2")
+    assert [row["flags"]["clip"] for row in rows_in(tmp_path)] == [0.25, 0.25]
     study(0, 0.25, only=f"{tmp_path}/rloo")
     assert len(rows_in(tmp_path)) == 4
 
