@@ -75,7 +75,6 @@ class Args:
     prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
     mixed_groups_only: bool = True  # A^S is for groups that have a pair (paper: for all).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
-    pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
     step_reward: str = "implicit"
@@ -425,7 +424,7 @@ def main():
         run.lap("logprobs")
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
-        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        pairs = preference_pairs(batch.outcomes, batch.group)
         units = by_token(batch) if per_token else batch  # U = K tokens, or S steps, have a reward
         rewards = score_steps(prm, units, old_logprobs, args)  # [U] before it learns from them
         step_reward = sum_per_step(rewards, batch) if per_token else rewards  # [S]
@@ -436,7 +435,7 @@ def main():
         for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if learns else 0):
             past = flatten(groups)  # the best and the worst of each group, all of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
-            past_pairs = preference_pairs(past.outcomes, past.group, args.pair_margin)
+            past_pairs = preference_pairs(past.outcomes, past.group)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
         run.log("prm", prm.optimizer_stats())
         if source == "ground-truth":
