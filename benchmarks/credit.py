@@ -248,49 +248,71 @@ def shown(values: list[float]) -> str:
     return f"{mean:.3f}" if math.isnan(half) else f"{mean:.3f} ± {half:.3f}"
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown: success by iteration; the difference to the first row, paired by seed, and its
-    share of the truth's; what the credit had to do with the truth; seconds."""
+def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
+    """Markdown, a line for a row, means over its seeds: success by iteration; by how much it ends
+    above the first row, seed by seed, at the last iteration that both have and at the second when
+    the first of the two runs ends (between evaluations on a straight line); what share that is of
+    the truth's; what the credit had to do with the truth, from iteration 11 on; seconds.
+    columns: the beginnings of the titles that are shown (default: all)."""
+    curves: dict[str, dict[int, list[dict]]] = {}  # the evaluations of a row's runs, by seed
+    for row in sorted(rows, key=lambda row: row["iteration"]):
+        curves.setdefault(row["row"], {}).setdefault(row["seed"], []).append(row)
     names = list(dict.fromkeys(row["row"] for row in rows))
-    at = {(row["row"], row["seed"], row["iteration"]): row for row in rows}
+    first = names[0]
     iterations = sorted({row["iteration"] for row in rows})
-    last = iterations[-1]
 
-    def column(name, iteration, key):
-        found = [r for (n, _, i), r in sorted(at.items()) if (n, i) == (name, iteration)]
-        return [row[key] for row in found if key in row]
+    def at(curve, iteration):
+        return [row["success"] for row in curve if row["iteration"] == iteration]
 
-    def difference(name, other):
-        seeds = [s for n, s, i in sorted(at) if (n, i) == (name, last) and (other, s, last) in at]
-        return [at[name, s, last]["success"] - at[other, s, last]["success"] for s in seeds]
+    def compared(name, other):
+        """(differences at the last iteration that both have, those by minute), of shared seeds."""
+        by_iteration, by_minute = [], []
+        for seed in sorted({*curves[name]} & {*curves[other]}):
+            both = curves[name][seed], curves[other][seed]
+            last = min(curve[-1]["iteration"] for curve in both)
+            ours, theirs = (at(curve, last) for curve in both)
+            by_iteration += [x - y for x, y in zip(ours, theirs)]
+            end = min(curve[-1]["seconds"] for curve in both)
+            ours, theirs = (interpolated(curve, end) for curve in both)
+            by_minute.append(ours - theirs)
+        return by_iteration, by_minute
 
     def measured(name, key):
-        """Per seed the mean from iteration 11 on."""
-        seeds = sorted({seed for n, seed, _ in at if n == name})
-        of_seed = [
-            [at[name, s, i][key] for i in iterations if i > 10 and key in at.get((name, s, i), {})]
-            for s in seeds
+        """The mean of every seed."""
+        of_seeds = [
+            [row[key] for row in curve if row["iteration"] > 10 and key in row]
+            for curve in curves[name].values()
         ]
-        return [sum(values) / len(values) for values in of_seed if values]
+        return [sum(values) / len(values) for values in of_seeds if values]
 
+    ceiling = " ".join(["truth", *first.split()[1:]])  # with the flags of the first row
+    room = compared(ceiling, first)[0] if ceiling in curves else []
     titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
-    titles += [f"more than {names[0]}", "of the way", "A with truth", "A^S with truth"]
-    titles += ["fresh pairs"]
-    titles += ["skill", "seconds an iteration"]
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    ceiling = " ".join(["truth", *names[0].split()[1:]])  # with the flags of the first row
-    room = difference(ceiling, names[0]) if ceiling in names else []
+    titles += [f"more than {first}", "of the way", "by minute", "A with truth", "A^S with truth"]
+    titles += ["fresh pairs", "skill", "seconds an iteration"]
+    shows = [not columns or title.startswith(columns) for title in titles]
+    lines = [titles, ["---"] * len(titles)]
     for name in names:
-        cells = [f"`{name}`", str(len(column(name, last, "success")))]
-        cells += [shown(column(name, i, "success")) for i in iterations]
-        gain = difference(name, names[0])
-        cells.append("" if name == names[0] else shown(gain))
-        cells.append(f"{sum(gain) / len(gain) / interval(room)[0]:.2f}" if room else "")
+        gain, by_minute = compared(name, first)
+        cells = [f"`{name}`", str(len(curves[name]))]
+        cells += [shown([x for c in curves[name].values() for x in at(c, i)]) for i in iterations]
+        cells.append("" if name == first else shown(gain))
+        cells.append(f"{sum(gain) / len(gain) / interval(room)[0]:.2f}" if room and gain else "")
+        cells.append("" if name == first else shown(by_minute))
         keys = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
         cells += [shown(measured(name, key)) for key in keys]
-        cells.append(shown([s / last for s in column(name, last, "seconds")]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        ends = [curve[-1] for curve in curves[name].values()]
+        cells.append(shown([row["seconds"] / row["iteration"] for row in ends]))
+        lines.append(cells)
+    kept = [[cell for cell, show in zip(cells, shows) if show] for cells in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in kept) + "\n"
+
+
+def interpolated(curve: list[dict], second: float) -> float:
+    """Success at this second of training."""
+    import numpy
+
+    return float(numpy.interp(second, *zip(*((row["seconds"], row["success"]) for row in curve))))
 
 
 def picture(rows: list[dict], path: Path) -> None:
@@ -322,6 +344,12 @@ def picture(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write_results(name: str, rows: list[dict]) -> None:
+    """NAME.md and NAME.png of these rows."""
+    (RESULTS / f"{name}.md").write_text(table(rows))
+    picture(rows, RESULTS / f"{name}.png")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -349,10 +377,8 @@ def main():
             append(kept, [json.dumps(evaluation) for evaluation in found])
             success, seconds = found[-1]["success"], found[-1]["seconds"]
             print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)
-    rows = rows_of(kept)
-    (RESULTS / f"{args.name}.md").write_text(table(rows))
-    picture(rows, RESULTS / f"{args.name}.png")
-    print(table(rows))
+    write_results(args.name, rows_of(kept))
+    print(table(rows_of(kept)))
 
 
 if __name__ == "__main__":

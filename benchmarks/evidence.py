@@ -12,8 +12,9 @@ Two of these commands can go beside each other if each has an --out of its own.
 
 A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
 evaluations, and the score of each task of the panel before and after training. --table makes all
-else of these rows: the sections of docs/results.md between marks, and a picture of each study.
-Scores are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
+else of these rows: the sections of docs/results.md between marks, and a picture of each study; and
+those of Crossings of the rows of benchmarks/credit.py. Scores are success, in SOTOPIA the goal
+score (0 to 10), by the last evaluation.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import credit
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
 from runtime.files import append, replace_file, rows_of, to_json
 from runtime.ranges import NAME as LONGEST
@@ -48,6 +50,16 @@ LOGGED = {
     "prm/pair_accuracy": "new pairs ranked right",
     "prm/credit_share": "credit share of A^E",
     "critic/explained_variance": "variance that the critic explains",
+}
+# Tables of benchmarks/credit.py on the page: how the titles of their columns begin (none: all).
+SHORT_TABLE = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs"
+CROSSINGS = {
+    "credit": (),
+    "credit-minutes": ("row", "seeds", "success at", "by minute", "seconds"),
+    "credit-tuning": SHORT_TABLE[:3] + ("A^S", "fresh pairs"),
+    "credit-ablation": SHORT_TABLE,
+    "credit-trials": SHORT_TABLE + ("of the way", "seconds"),
+    "credit-normalisation": SHORT_TABLE,
 }
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
 
@@ -496,9 +508,12 @@ def expected(job: Job, rows: list[dict]) -> float:
 
 
 def section(name: str, rows: list[dict]) -> str:
-    """What stands in docs/results.md between the marks of a study, or of "plan"."""
+    """What stands in docs/results.md between the marks of a study, of a table of Crossings, or of
+    "plan"."""
     if name == "plan":
         return f"{plan_table(rows)}\n"
+    if name in CROSSINGS:
+        return credit.table(crossings(name), CROSSINGS[name])
     if name not in STUDIES:
         sys.exit(f"{PAGE}: evidence: {name}: no such study")
     study, found = STUDIES[name], runs_of(STUDIES[name], rows)
@@ -515,6 +530,11 @@ def section(name: str, rows: list[dict]) -> str:
     if len(found) <= MOST:
         parts.append(f"![Curves of {name}](../benchmarks/results/evidence-{name}.png)")
     return "\n\n".join(parts) + "\n"
+
+
+def crossings(name: str) -> list[dict]:
+    """The stored rows of a table of benchmarks/credit.py."""
+    return rows_of(credit.RESULTS / f"{name}.jsonl")
 
 
 def page(text: str, rows: list[dict]) -> str:
@@ -596,6 +616,8 @@ def main() -> None:
                 print(f"{name}\n\n{section(name, rows)}")
                 if len(found) <= MOST:
                     picture(found, ROWS.with_name(f"evidence-{name}.png"))
+        for name in CROSSINGS:
+            credit.write_results(name, crossings(name))
     else:
         run(args.studies or [*STUDIES], args.jobs, args.out.resolve(), ROWS, args.only)
 

@@ -228,3 +228,31 @@ def test_what_is_stored_is_not_run_again(tmp_path, monkeypatch, capsys):
         ("`istar`", "2", "0.40"),
     ]
     assert (tmp_path / "credit.png").stat().st_size > 1000
+
+
+def test_rows_of_unequal_length_are_compared_by_iteration_and_by_minute():
+    """b is twice as slow: after 60 s it has done 30 of its iterations. Its second seed alone has no
+    partner."""
+
+    def run(row, seed, success, seconds):
+        return [
+            {"row": row, "seed": seed, "iteration": i, "success": x, "seconds": seconds * i}
+            for i, x in success.items()
+        ]
+
+    rows = run("a", 1, {0: 0.0, 40: 0.4, 60: 0.5}, 1.0)
+    rows += run("b", 1, {0: 0.0, 20: 0.2, 40: 0.6}, 2.0) + run(
+        "b", 2, {0: 0.0, 20: 0.9, 40: 0.9}, 2
+    )
+    titles, _, *lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in credit.table(rows).splitlines()
+    ]
+    found = dict(zip(titles, lines[1]))
+    assert found["more than a"] == "0.200"  # 0.6 - 0.4, after 40 iterations
+    assert found["by minute"] == "-0.100"  # 0.4 - 0.5, after 60 s
+    assert found["seeds"] == "2" and found["seconds an iteration"] == "2.000 ± 0.000"
+    assert found["success at 40"].startswith("0.750") and found["success at 60"] == ""
+    short = credit.table(rows, ("row", "success at", "by")).splitlines()[0]
+    assert (
+        short == f"| row | {' | '.join(f'success at {i}' for i in (0, 20, 40, 60))} | by minute |"
+    )
