@@ -84,7 +84,7 @@ class Args:
     prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
     mixed_groups_only: bool = True  # A^S is for groups that have a pair (paper: for all).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
-    pair_margin: NonNegative = 0.1  # The outcomes of a pair differ by more than this, a goal point.
+    pair_margin: NonNegative = 0.3  # The outcomes of a pair differ by more than this: 3 goal points.
     pair_threshold: Unit = 0.0  # Outcome that winners alone exceed (paper: 0.6, goal 6); 0: any.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 

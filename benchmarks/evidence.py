@@ -146,7 +146,7 @@ STUDIES = {
         [f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, ALPHA_1, TWO, ALPHA_1 + TWO)]
     ),
     "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in ("", WITHOUT, TWO)]),
-    "prm-sotopia": Study([f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT, TWO)]),
+    "prm-sotopia": Study([f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT)]),
     "alpha-beta-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in GRID], (1, 2, 3)),
     "ratios-webshop": Study(RATIOS),
 }
