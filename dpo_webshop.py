@@ -15,7 +15,7 @@ the advantage, which for outcomes 0 and 1 is RLOO's; later, pairs that are told 
 Left out: the initial model as the reference (online DPO in Guo et al., arXiv 2402.04792, has it),
 and iStar's guards. No ratio is clipped; an invalid answer costs what it does to the outcome.
 
-    python dpo_webshop.py                           # the tiny model on 2 CPU cores, minutes
+    python dpo_webshop.py                           # the tiny model: 15 minutes on one CPU core
     python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
         --learning-rate 1e-6
 """
@@ -57,8 +57,7 @@ class Args:
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 5e-4
-    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    learning_rate: Rate = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of the groups.
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
@@ -66,7 +65,7 @@ class Args:
 
     beta: NonNegative = 0.05  # Scale beta of the log ratios in the loss; 0: nothing is learnt.
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
-    pair_threshold: Unit = 0.0  # Outcome that winners alone exceed; 0: any pair.
+    pair_threshold: Unit = 0.0  # Only outcomes above it win, and only others lose; 0: any pair.
 
 
 # === block: data ===

@@ -19,7 +19,7 @@ A^S alone (the paper has it in A^E too), so that w = 0 is grpo_sokoban.py bit fo
 at the end is a step's only reward, as it is all that the other algorithms learn from (the paper
 adds up the game's own); an invalid answer costs as it does under GRPO.
 
-    python gigpo_sokoban.py                         # the tiny model on 2 CPU cores, minutes
+    python gigpo_sokoban.py                         # the tiny model: 6 minutes on one CPU core
     python gigpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
         --learning-rate 1e-6
 """
@@ -60,8 +60,7 @@ class Args:
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 1e-3
-    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    learning_rate: Rate = 1e-3  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.

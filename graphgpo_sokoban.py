@@ -19,7 +19,7 @@ this iteration's episodes; pi_theta: the policy in training.
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Every step costs 1; a
 factor of R (the paper has r_succ) cancels in A^S. An invalid answer costs as it does under GRPO.
 
-    python graphgpo_sokoban.py                      # the tiny model on 2 CPU cores, minutes
+    python graphgpo_sokoban.py                      # the tiny model: 6 minutes on one CPU core
     python graphgpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
         --learning-rate 1e-6
 """
@@ -62,8 +62,7 @@ class Args:
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 1e-3
-    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    learning_rate: Rate = 1e-3  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.

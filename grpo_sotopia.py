@@ -11,9 +11,9 @@ pi_theta: the policy in training.
 
 Left out, as in istar_sotopia.py: KL to a reference, entropy bonus, dual clip.
 
-    python grpo_sotopia.py                          # own scenarios, judged by rule; minutes
+    python grpo_sotopia.py                          # own scenarios, judged by rule: 4 minutes
     python grpo_sotopia.py --sotopia-data DIR --partner self --judge-url https://HOST/v1 \\
-        --judge-model NAME --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16 (docs/worlds.md)
+        --judge-model NAME --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16  # see docs/worlds.md
 """
 
 import random
@@ -52,8 +52,7 @@ class Args:
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 1e-3
-    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    learning_rate: Rate = 1e-3  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.

@@ -11,7 +11,7 @@ pi_theta: the policy in training.
 
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
 
-    python grpo_visual_sokoban.py                  # the tiny model on 2 CPU cores, minutes
+    python grpo_visual_sokoban.py                  # the tiny model: 20 minutes on one CPU core
     python grpo_visual_sokoban.py --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
         --dtype bfloat16 --learning-rate 1e-6 --freeze-vision --max-action-tokens 256 \\
         --max-context-tokens 8192
@@ -53,8 +53,7 @@ class Args:
     tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
     group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
     temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 5e-4
-    """Learning rate of the policy (AdamW), measured for the tiny model (paper: 5e-7 for 7B)."""
+    learning_rate: Rate = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
     minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of trajectories.
     max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.

@@ -16,10 +16,10 @@ Left out, as in the paper's objective: KL to a reference, entropy bonus, dual cl
 multiplied by the PRM's skill, and pairs compare their first min(T+, T-) steps; these and others are
 flags, whose help says what the paper does, with reasons in docs/algorithms.md.
 
-    python istar_visual_sokoban.py                  # the tiny model on 2 CPU cores, minutes
+    python istar_visual_sokoban.py                  # the tiny model: 40 minutes on one CPU core
     python istar_visual_sokoban.py --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
         --dtype bfloat16 --learning-rate 1e-6 --freeze-vision --max-action-tokens 256 \\
-        --max-context-tokens 8192
+        --max-context-tokens 8192 --lr-halving inf --prm-learning-rate 2e-6
 """
 
 import random
@@ -77,16 +77,16 @@ class Args:
     beta: NonNegative = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
-    prm_follows: bool = True  # What moves the policy moves the PRM as well (paper: no).
-    prm_steps: Natural = 8  # PRM steps per iteration, sharing its number of episodes (paper: 1).
-    prm_replay: Natural = 256  # Last groups with a pair, from which it learns; 0: new ones (paper).
+    prm_follows: bool = True  # The policy's update is applied to the PRM as well (paper: no).
+    prm_steps: Natural = 8  # PRM steps per iteration, which divide its episodes (paper: 1).
+    prm_replay: Natural = 256  # Number of last groups it draws pairs from; 0: new ones (paper).
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
-    prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
+    prm_skill: bool = True  # The PRM's accuracy on new pairs scales alpha (paper: no).
     mixed_groups_only: bool = True  # A^S is for groups that have a pair (paper: for all).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
-    pair_threshold: Unit = 0.0  # Outcome that winners alone exceed; 0: any pair.
+    pair_threshold: Unit = 0.0  # Only outcomes above it win, and only others lose; 0: any pair.
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
 
 

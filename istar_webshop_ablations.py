@@ -67,12 +67,12 @@ class Args:
     beta: NonNegative = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05); 0: no PRM.
     prm_learning_rate: Rate = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: Natural = 0  # Rank of the PRM, a LoRA adapter; 0: a full copy (paper).
-    prm_follows: bool = True  # What moves the policy moves the PRM as well (paper: no).
-    prm_steps: Natural = 8  # PRM steps per iteration, sharing its number of episodes (paper: 1).
-    prm_replay: Natural = 256  # Last groups with a pair, from which it learns; 0: new ones (paper).
+    prm_follows: bool = True  # The policy's update is applied to the PRM as well (paper: no).
+    prm_steps: Natural = 8  # PRM steps per iteration, which divide its episodes (paper: 1).
+    prm_replay: Natural = 256  # Number of last groups it draws pairs from; 0: new ones (paper).
     prm_reduce: Literal["sum", "mean"] = "sum"  # L(tau) sums steps, or is a mean (paper's code).
     prm_ridge: NonNegative = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
-    prm_skill: bool = True  # A^S counts as far as the PRM ranks new pairs right (paper: fully).
+    prm_skill: bool = True  # The PRM's accuracy on new pairs scales alpha (paper: no).
     mixed_groups_only: bool = True  # A^S is for groups that have a pair (paper: for all).
     credit_invalid: bool = False  # Invalid answers get A^S too (paper: yes).
     equal_length_pairs: bool = True  # Pairs compare their first min(T+, T-) steps (paper: all).
@@ -81,7 +81,7 @@ class Args:
     """A step's reward is the PRM's (implicit), the world's own (ground-truth), or, of a directory
     runs/NAME/policy, how far that finished run's policy prefers the step to --model's."""
     merge_rewards: bool = False  # There is one advantage, of r_o + alpha * step reward, not two.
-    normalise_over: Literal["group", "turn", "batch"] = "group"  # A^S is standardised over these.
+    normalise_over: Literal["group", "turn", "batch"] = "group"  # Steps that scale A^S.
     granularity: Literal["step", "token"] = "step"
     """Each step has a reward and an advantage, or each of its tokens; that needs --ratio token."""
 

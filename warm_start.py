@@ -124,7 +124,7 @@ class Args:
     rotary_base: Positive = 1000.0
     """A new model's rotary positions have this base: short for short sequences, 10 for pictures."""
     copying_heads: bool = False
-    """A new model's heads start by copying what they look at, which halves the time to learn to."""
+    """A new model's heads start by copying the tokens they attend to: it learns to copy faster."""
     max_steps: Count = 15  # An episode ends after so many steps.
     max_action_tokens: Count = 16  # An answer is cut after so many tokens.
     max_context_tokens: Count = 1024

@@ -7,7 +7,7 @@
 
 It stands on gym_sokoban 0.0.6 (Schrader 2018). The game itself (rules, rewards) is gym_sokoban's;
 this file adds what a language model needs. Rooms are drawn by gym_sokoban's generator, seeded by
-the task alone, until one is solvable within the step limit and lies on the task's side of the
+the task alone, until one is solvable within 15 moves and lies on the task's side of the
 split. The split looks at the walls and targets, up to rotation and reflection: a layout seen in
 training never returns in evaluation, not even mirrored, whatever the places of boxes and player.
 """
