@@ -262,7 +262,7 @@ def row_of(job: Job, path: Path, minutes: float) -> dict:
             told = {"iteration": row["iteration"], "score": score, "tokens": tokens}
             trained = round(row["time/elapsed"] / 60, 2)
             told |= {"sampled": sampled, "minutes": trained}
-            for key in LOGGED:
+            for key in LOGGED if flags.get("beta", 1) else ():  # 0: there is no PRM
                 if values := [row[key] for row in since if row.get(key) is not None]:
                     told[key] = round(statistics.mean(values), 4)
             evaluations.append(told)
