@@ -61,6 +61,7 @@ CROSSINGS = {
     "credit-ablation": SHORT_TABLE,
     "credit-trials": SHORT_TABLE + ("of the way", "seconds"),
     "credit-normalisation": SHORT_TABLE,
+    "credit-progress": ("row", "seeds", "success at", "more than", "of the way", "A^S"),
 }
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
 
