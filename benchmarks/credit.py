@@ -323,7 +323,8 @@ def picture(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
-    for name in dict.fromkeys(row["row"] for row in rows):
+    for number, name in enumerate(dict.fromkeys(row["row"] for row in rows)):
+        style = dict(color=f"C{number % 10}", linestyle=("-", "--")[number // 10 % 2])
         points = {}
         for row in rows:
             if row["row"] == name:
@@ -334,9 +335,9 @@ def picture(rows: list[dict], path: Path) -> None:
         means = [mean for mean, _ in spread]
         halves = [0.0 if math.isnan(half) else half for _, half in spread]
         for axis, x in zip(axes, (iterations, minutes)):
-            (line,) = axis.plot(x, means, marker="o", markersize=3, label=name)
+            axis.plot(x, means, marker="o", markersize=3, label=name, **style)
             low, high = ([m + sign * h for m, h in zip(means, halves)] for sign in (-1, 1))
-            axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            axis.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     axes[0].set(xlabel="iteration", ylabel="success", ylim=(0, 1))
     axes[1].set(xlabel="minutes of training")
     named = axes[0].get_legend_handles_labels()
