@@ -3,13 +3,11 @@
 istar_webshop.py is the algorithm; `diff` it with this page to see what these flags take or change:
 
     --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
-    --step-reward runs/A/policy  So does beta * (log pi_fin(a_t|o_1:t) - log pi_init(a_t|o_1:t)):
-                                 pi_fin is that policy of the finished run A, pi_init that of
-                                 --model (Progress Advantage, Oh et al., arXiv 2606.26080).
+    --step-reward runs/A/policy  So does beta * (log pi_fin - log pi_init), of that finished run and
+                                 of --model (Progress Advantage, Oh et al., arXiv 2606.26080).
     --merge-rewards              One advantage of r_o + alpha * r_phi, every step a sample of its
                                  group, takes the place of A^E + alpha * A^S.
-    --normalise-over turn        A^S compares a step with the steps of the same turn in its group
-                                 alone, or (batch) with all steps of all groups.
+    --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --granularity token          Each token has a reward, an advantage and (--ratio token) a ratio.
 
 Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are that page's.
