@@ -345,10 +345,12 @@ def picture(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def write_results(name: str, rows: list[dict]) -> None:
-    """NAME.md and NAME.png of these rows."""
-    (RESULTS / f"{name}.md").write_text(table(rows))
+def write_results(name: str, rows: list[dict]) -> str:
+    """NAME.md and NAME.png of these rows, and the former's text."""
+    text = table(rows)
+    (RESULTS / f"{name}.md").write_text(text)
     picture(rows, RESULTS / f"{name}.png")
+    return text
 
 
 def main():
@@ -378,8 +380,7 @@ def main():
             append(kept, [json.dumps(evaluation) for evaluation in found])
             success, seconds = found[-1]["success"], found[-1]["seconds"]
             print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)
-    write_results(args.name, rows_of(kept))
-    print(table(rows_of(kept)))
+    print(write_results(args.name, rows_of(kept)))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ Two of these commands can go beside each other if each has an --out of its own.
 
 A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
 evaluations, and the score of each task of the panel before and after training. --table makes all
-else of these rows: the sections of docs/results.md between marks, and a picture of each study; and
-those of Crossings of the rows of benchmarks/credit.py. Scores are success, in SOTOPIA the goal
-score (0 to 10), by the last evaluation.
+else of these rows: the sections of docs/results.md between marks, and a picture of each study. The
+tables and pictures of Crossings are made with them, from the rows of benchmarks/credit.py. Scores
+are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
 """
 
 import argparse
