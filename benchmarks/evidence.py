@@ -44,6 +44,7 @@ from sweeps.run import Job, Runner, half_width
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"
 MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
+UNFOLDED = 6  # lines of a table of every two that the page shows without a click
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Stored with an evaluation: the mean over the iterations since the one before.
 LOGGED = {
@@ -148,7 +149,9 @@ STUDIES = {
         [f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, ALPHA_1, TWO, ALPHA_1 + TWO)]
     ),
     "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in ("", WITHOUT, TWO)]),
-    "prm-sotopia": Study([f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT)]),
+    "prm-sotopia": Study(
+        [f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT, " --pair-margin 0.1")]
+    ),
     "alpha-beta-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in GRID], (1, 2, 3)),
     "ratios-webshop": Study(RATIOS),
 }
@@ -276,6 +279,7 @@ def row_of(job: Job, path: Path, minutes: float) -> dict:
     row = {"name": job.name, "command": job_command(job), "seed": job.seed}
     row |= {"commit": start["commit"], "flags": flags, "parameters": parameters_of(path / "policy")}
     row |= {"minutes": round(minutes, 2), "memory_gib": max(memory), "evaluations": evaluations}
+    row["valid"] = round(min(r["train/valid_actions"] for r in rows if r["iteration"]), 4)
     return row | {"before": panel[0], "after": panel[last]}
 
 
@@ -308,10 +312,12 @@ def parameters_of(path: Path) -> int:
 
 
 class Runs(NamedTuple):
-    """The stored runs of one command, by seed."""
+    """The stored runs of one command, by seed; label: the command without the flags that all
+    commands of its study have."""
 
     command: str
     rows: list[dict]
+    label: str
 
     @property
     def seeds(self) -> int:
@@ -371,11 +377,19 @@ def runs_of(study: Study, rows: list[dict]) -> list[Runs]:
     """The runs of each of its commands that has any, in its order."""
     stored = {row["name"]: row for row in rows}
     found = []
-    for command in study.commands:
+    for command, label in zip(study.commands, labels(study.commands)):
         names = [job_of(command, seed).name for seed in study.seeds]
         if own := [stored[name] for name in names if name in stored]:
-            found.append(Runs(command, own))
+            found.append(Runs(command, own, label))
     return found
+
+
+def labels(commands: list[str]) -> list[str]:
+    """Each command without the flags that all of them have."""
+    split = [command.split(" --") for command in commands]
+    shared = set.intersection(*map(set, split)) if len(split) > 1 else set()
+    own = [[words[0], *(flag for flag in words[1:] if flag not in shared)] for words in split]
+    return [" --".join(words) for words in own]
 
 
 # ------------ tables ------------
@@ -402,8 +416,11 @@ def over_tasks(scores: list[list[float]]) -> str:
 
 
 def final_table(found: list[Runs]) -> str:
-    """What each command reached. Memory is told where every row has it, which older ones do not."""
-    told, lines = all(row.get("memory_gib") for runs in found for row in runs.rows), []
+    """What each command reached. Memory and the least share of valid answers in an iteration, from
+    one seed to another, are told where every row has them, which older ones do not."""
+    rows, lines = [row for runs in found for row in runs.rows], []
+    memory = all(row.get("memory_gib") for row in rows)
+    valid = all("valid" in row for row in rows)
     for runs in found:
         areas = runs.areas()
         cells = [f"`{runs.command}`", str(runs.seeds), over_tasks(runs.panel("before"))]
@@ -411,11 +428,14 @@ def final_table(found: list[Runs]) -> str:
         cells += [over_tasks(runs.gains()), between(statistics.mean(areas), half_width(areas))]
         minutes = [row["evaluations"][-1]["minutes"] for row in runs.rows]
         cells.append(f"{statistics.mean(minutes):.1f}")
-        if told:
+        if memory:
             cells.append(f"{max(row['memory_gib'] for row in runs.rows):.1f}")
+        if valid:
+            shares = [f"{row['valid']:.2f}" for row in runs.rows]
+            cells.append(" to ".join(sorted({min(shares), max(shares)})))
         lines.append(cells)
     titles = ["command", "seeds", "before", "after: IQM", "after: mean", "gain", "area", "minutes"]
-    return table(titles + ["GiB"] * told, lines)
+    return table(titles + ["GiB"] * memory + ["least valid"] * valid, lines)
 
 
 def cost_table(found: list[Runs], level: float) -> str:
@@ -423,7 +443,7 @@ def cost_table(found: list[Runs], level: float) -> str:
     lines = []
     for runs in found:
         costs = [cost(row, at) for row in runs.rows if (at := reached(row, level))]
-        cells = [f"`{runs.command}`", f"{len(costs)} of {runs.seeds}"]
+        cells = [f"`{runs.label}`", f"{len(costs)} of {runs.seeds}"]
         for name in COSTS:
             values = [each[name] for each in costs]
             cells.append(f"{statistics.median(values):.4g}" if values else "–")
@@ -435,7 +455,8 @@ COSTS = ("iterations", "episodes", "million tokens", "TFLOP", "minutes")
 
 
 def comparison_table(found: list[Runs]) -> str:
-    """Every two commands: the probability that the first is better, and by how much."""
+    """Every two commands: the probability that the first is better, and by how much. A long table
+    is folded up."""
     lines = []
     for one, other in combinations(found, 2):
         better = probability_of_improvement(one.scores(), other.scores())
@@ -446,8 +467,11 @@ def comparison_table(found: list[Runs]) -> str:
             tasks = sorted(ours[seed].keys() & theirs[seed].keys())
             gaps.append([ours[seed][task] - theirs[seed][task] for task in tasks])
         told = over_tasks(gaps) if gaps else "–"
-        lines.append([f"`{one.command}`", f"`{other.command}`", f"{better:.2f}", told])
-    return table(["A", "B", "P(A better)", "A - B"], lines)
+        lines.append([f"`{one.label}`", f"`{other.label}`", f"{better:.2f}", told])
+    told = table(["A", "B", "P(A better)", "A - B"], lines)
+    if len(lines) > UNFOLDED:
+        told = f"<details><summary>Every two of them</summary>\n\n{told}\n\n</details>"
+    return told
 
 
 def logged_table(found: list[Runs]) -> str:
@@ -459,7 +483,7 @@ def logged_table(found: list[Runs]) -> str:
             curves = [[e[key] for e in row["evaluations"] if key in e] for row in runs.rows]
             if min(map(len, curves)) > 1:
                 later = [statistics.mean(curve[1:]) for curve in curves]
-                cells = [f"`{runs.command}`", title]
+                cells = [f"`{runs.label}`", title]
                 for values in ([curve[0] for curve in curves], later):
                     cells.append(between(statistics.mean(values), half_width(values)))
                 lines.append([*cells, ", ".join(f"{value:.2f}" for value in later)])
@@ -549,14 +573,6 @@ def page(text: str, rows: list[dict]) -> str:
     return SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
 
 
-def labels(commands: list[str]) -> list[str]:
-    """Each command without the flags that all of them have."""
-    split = [command.split(" --") for command in commands]
-    shared = set.intersection(*map(set, split)) if len(split) > 1 else set()
-    own = [[words[0], *(flag for flag in words[1:] if flag not in shared)] for words in split]
-    return [" --".join(words) for words in own]
-
-
 def picture(found: list[Runs], path: Path) -> None:
     """The score against iterations and minutes, and what PRM and critic knew against minutes: a
     line for the mean of the seeds, a band from the lowest to the highest."""
@@ -571,8 +587,7 @@ def picture(found: list[Runs], path: Path) -> None:
     if known:
         rows.append([f"{key} minutes" for key in known for _ in range(6 // len(known))])
     figure, axes = plt.subplot_mosaic(rows, figsize=(11, 4 * len(rows)))
-    names = labels([runs.command for runs in found])
-    for number, (runs, name) in enumerate(zip(found, names)):
+    for number, runs in enumerate(found):
         style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
         for panel, axis in axes.items():
             key, against = panel.split()
@@ -580,7 +595,7 @@ def picture(found: list[Runs], path: Path) -> None:
             at = [*zip(*curves)]  # up to the end of the shortest
             x = [statistics.mean(e[against] for e in seeds) for seeds in at]
             y = [[e[key] for e in seeds] for seeds in at]
-            axis.plot(x, [*map(statistics.mean, y)], label=name, **style)
+            axis.plot(x, [*map(statistics.mean, y)], label=runs.label, **style)
             axis.fill_between(x, [*map(min, y)], [*map(max, y)], alpha=0.12, **style)
             unit = " of training" if against == "minutes" else ""
             axis.set(xlabel=against + unit, ylabel=LOGGED.get(key, "score on the panel"))

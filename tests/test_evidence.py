@@ -156,6 +156,7 @@ for iteration in range(5):
     if iteration:
         row |= {"tokens/trained": 1000, "tokens/rollout": 100}
         row |= {"prm/pair_accuracy": iteration / 10 + lift, "prm/credit_share": None}
+        row["train/valid_actions"] = 1 - 0.1 * seed * (iteration == 3)
     if iteration % 2 == 0:
         solved = [iteration / 4 >= (task + 1) / 4 - lift for task in range(4)]
         row |= {"eval/success": sum(solved) / 4, "eval/score": 0.5}
@@ -249,7 +250,7 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "| 2 | 0.000 (0.000 to 0.000) | 1.000 | 1.000 (1.000 to 1.000) |" in told
     assert "| 2 of 2 | 2 | 16 | 0.002 | 2e-05 | 2 |" in told  # the second reaches 0.75 sooner
     assert "| 0.50 | 0.000 (0.000 to 0.000) |" in told  # P(A better), A - B
-    assert "| minutes | GiB |" in told and "| 4.0 | 1.5 |" in told
+    assert "| minutes | GiB | least valid |" in told and "| 4.0 | 1.5 | 0.80 to 0.90 |" in told
     assert evidence.reached(low.rows[0], 1.5) is None
     known = "new pairs ranked right | 0.150 (0.150 to 0.150) | 0.350 (0.350 to 0.350) | 0.35, 0.35"
     assert known in told and "credit share" not in told
