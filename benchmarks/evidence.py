@@ -438,6 +438,60 @@ def final_table(found: list[Runs]) -> str:
     return table(titles + ["GiB"] * memory + ["least valid"] * valid, lines)
 
 
+def tuning_table(found: list[Runs]) -> str:
+    """The best of each script's runs by the mean height of its curve, beside that with its default
+    rate, and by how much it ended above that, over the tasks; then all runs, the best first."""
+    by_script: dict[str, list[Runs]] = {}
+    for runs in found:
+        by_script.setdefault(runs.command.split()[0], []).append(runs)
+    lines, tried = [], []
+    for script, own in by_script.items():
+        own.sort(key=lambda runs: -runs.areas()[0])
+        tried += [[f"`{r.label}`", f"{r.areas()[0]:.3f}", f"{r.scores()[0]:.3f}"] for r in own]
+        source = (ROOT / script).read_text()
+        rate = float(re.search(r"^    learning_rate: Rate = (\S+)", source, re.MULTILINE)[1])
+        for default in (runs for runs in own if runs.label == f"{script} --learning-rate {rate:g}"):
+            (ours,), (theirs,) = own[0].panel("after"), default.panel("after")
+            gaps = [a - b for a, b in zip(ours, theirs)]
+            cells = [f"`{script}`", f"`{own[0].label.removeprefix(f'{script} ')}`"]
+            cells += [f"{own[0].areas()[0]:.3f}", f"`--learning-rate {rate:g}`"]
+            cells.append(f"{default.areas()[0]:.3f}")
+            above = between(statistics.mean(gaps), half_width(gaps)) if any(gaps) else "–"
+            lines.append([*cells, above])
+    titles = [
+        "script",
+        "best of those tried",
+        "area",
+        "default",
+        "area",
+        "best - default, at the end",
+    ]
+    every = table(["tried", "area", "at the end"], tried)
+    return f"{table(titles, lines)}\n\n{folded('All that was tried', every)}"
+
+
+def folded(title: str, told: str) -> str:
+    """A table that a click opens."""
+    return f"<details><summary>{title}</summary>\n\n{told}\n\n</details>"
+
+
+def grid(told: str, title: str) -> str:
+    """A column of a table as one of its own: a line for each alpha, a column for each beta, both 1
+    by default. Rows that are not iStar's, or have no PRM, are left out."""
+    titles, _, *lines = (
+        [c.strip(" `") for c in line.split("|")[1:-1]] for line in told.split("\n")
+    )
+    cells = {}
+    for line in lines:
+        given = dict(re.findall(r"--(alpha|beta) (\S+)", line[0]))
+        alpha, beta = (float(given.get(flag, 1)) for flag in ("alpha", "beta"))
+        if line[0].startswith("istar") and alpha and beta:
+            cells[alpha, beta] = line[titles.index(title)]
+    alphas, betas = (sorted({*values}) for values in zip(*cells))
+    rows = [[f"{a:g}", *(cells.get((a, b), "–") for b in betas)] for a in alphas]
+    return table([f"{title}: alpha", *(f"beta {beta:g}" for beta in betas)], rows)
+
+
 def cost_table(found: list[Runs], level: float) -> str:
     """What it took to reach the level: the median of the runs that did."""
     lines = []
@@ -469,9 +523,7 @@ def comparison_table(found: list[Runs]) -> str:
         told = over_tasks(gaps) if gaps else "–"
         lines.append([f"`{one.label}`", f"`{other.label}`", f"{better:.2f}", told])
     told = table(["A", "B", "P(A better)", "A - B"], lines)
-    if len(lines) > UNFOLDED:
-        told = f"<details><summary>Every two of them</summary>\n\n{told}\n\n</details>"
-    return told
+    return folded("Every two of them", told) if len(lines) > UNFOLDED else told
 
 
 def logged_table(found: list[Runs]) -> str:
@@ -488,7 +540,8 @@ def logged_table(found: list[Runs]) -> str:
                     cells.append(between(statistics.mean(values), half_width(values)))
                 lines.append([*cells, ", ".join(f"{value:.2f}" for value in later)])
     titles = ["command", "logged", "up to the first evaluation", "behind it", "behind it, by seed"]
-    return table(titles, lines) if lines else ""
+    told = table(titles, lines) if lines else ""
+    return folded("What PRM and critic knew", told) if len(lines) > 2 * UNFOLDED else told
 
 
 def plan_table(rows: list[dict]) -> str:
@@ -539,21 +592,29 @@ def section(name: str, rows: list[dict]) -> str:
     if name == "plan":
         return f"{plan_table(rows)}\n"
     if name in CROSSINGS:
-        return credit.table(crossings(name), CROSSINGS[name])
+        told = credit.table(crossings(name), CROSSINGS[name])
+        if "alpha-beta" not in name:
+            return told
+        grids = [grid(told.strip(), title) for title in ("success at 60", "A^S with truth")]
+        return "\n\n".join([*grids, folded("All rows", told.strip())]) + "\n"
     if name not in STUDIES:
         sys.exit(f"{PAGE}: evidence: {name}: no such study")
     study, found = STUDIES[name], runs_of(STUDIES[name], rows)
     command = f"`python benchmarks/evidence.py {name}`"
     if not found:
         return f"No run of {command} is stored yet.\n"
+    if name.startswith("tuning-"):
+        return "\n\n".join(filter(None, [command, tuning_table(found), logged_table(found)])) + "\n"
     parts = [command, final_table(found)]
+    if "alpha-beta" in name:
+        parts[1:] = [grid(parts[1], "after: mean"), folded("All commands", parts[1])]
     if study.level is not None:
         parts.append(cost_table(found, study.level))
     if 1 < len(found) <= MOST and len(study.seeds) > 1:
         parts.append(comparison_table(found))
     if told := logged_table(found):
         parts.append(told)
-    if len(found) <= MOST:
+    if pictured(name, found):
         parts.append(f"![Curves of {name}](../benchmarks/results/evidence-{name}.png)")
     return "\n\n".join(parts) + "\n"
 
@@ -571,6 +632,10 @@ def page(text: str, rows: list[dict]) -> str:
         if name not in marked and runs_of(study, rows):
             sys.exit(f"{PAGE}: no section <!-- evidence: {name} --> for the study's stored runs")
     return SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
+
+
+def pictured(name: str, found: list[Runs]) -> bool:
+    return len(found) <= MOST and not name.startswith("tuning-")
 
 
 def picture(found: list[Runs], path: Path) -> None:
@@ -631,7 +696,7 @@ def main() -> None:
         for name, study in STUDIES.items():
             if found := runs_of(study, rows):
                 print(f"{name}\n\n{section(name, rows)}")
-                if len(found) <= MOST:
+                if pictured(name, found):
                     picture(found, ROWS.with_name(f"evidence-{name}.png"))
         for name in CROSSINGS:
             credit.write_results(name, crossings(name))

@@ -272,6 +272,37 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
 
 
+def test_tuning_tells_the_best_of_a_script_and_its_default(study, tmp_path):
+    study(0, 0.25)
+    low, high = evidence.runs_of(evidence.STUDIES["one"], rows_in(tmp_path))
+    script = tmp_path / "a.py"
+    script.write_text("class Args:\n    learning_rate: Rate = 5e-4  # Of AdamW.\n")
+    tried = []
+    for runs, flag in ((low, "--learning-rate 0.0005"), (high, "--alpha 3")):
+        command = f"{script} {flag}"
+        tried.append(runs._replace(command=command, label=command, rows=runs.rows[:1]))
+    told = evidence.tuning_table(tried)
+    best, folded = told.split("<details>")
+    assert "| `--alpha 3` | 0.688 | `--learning-rate 0.0005` | 0.500 | – |" in best  # ends alike
+    assert folded.index("--alpha 3` | 0.688 | 1.000") < folded.index("0.0005` | 0.500 | 1.000")
+    tried[1].rows[0]["after"] = {task: 1.25 for task in tried[1].rows[0]["after"]}
+    assert "| 0.250 (0.250 to 0.250) |" in evidence.tuning_table(tried)
+
+
+def test_a_grid_has_alphas_and_betas_in_order():
+    lines = [
+        "| row | b | a |",
+        "| --- | --- | --- |",
+        "| `rloo` | 1 | 2 |",
+        "| `istar_x.py` | 3 | 4 |",
+    ]
+    lines += ["| `istar_x.py --alpha 0 --beta 0` | 5 | 6 |", "| `istar_x.py --alpha 0.3` | 7 | 8 |"]
+    lines += ["| `istar_x.py --beta 0.05 --alpha 3` | 9 | 10 |"]
+    titles, _, *told = evidence.grid("\n".join(lines), "a").split("\n")
+    assert titles == "| a: alpha | beta 0.05 | beta 1 |"
+    assert told == ["| 0.3 | – | 8 |", "| 1 | – | 4 |", "| 3 | 10 | – |"]
+
+
 def test_rows_that_cannot_be_are_refused(study, tmp_path):
     study(0)
     path = tmp_path / "rows.jsonl"
