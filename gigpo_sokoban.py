@@ -269,7 +269,8 @@ def discounted_returns(outcomes, step_traj, gamma: float) -> torch.Tensor:
     """gamma^(T-t) * r_o, [S] from [N] and [S]: the outcome comes with the last step T."""
     lengths = torch.bincount(step_traj)  # [N]
     last = lengths.cumsum(0)[step_traj] - 1  # [S] the last step of its trajectory
-    return outcomes[step_traj] * gamma ** (last - torch.arange(len(step_traj)))
+    powers = gamma ** torch.arange(len(step_traj))  # of one exponent the same, to the last bit
+    return outcomes[step_traj] * powers[last - torch.arange(len(step_traj))]
 
 
 def anchor_advantages(returns, anchor, norm: str) -> torch.Tensor:

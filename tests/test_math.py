@@ -507,6 +507,17 @@ def test_discounted_returns(module, seed, gamma):
     close(module.discounted_returns(*tensors(outcomes, step_traj), gamma), expected)
 
 
+@over_scripts("discounted_returns")
+@pytest.mark.parametrize("gamma", (0.95, 0.9, 0.5))
+def test_equal_returns_are_equal_to_the_last_bit(module, gamma):
+    """Else a group of equals would have a standard deviation, and its steps an advantage: a
+    vectorised power and that of the last few numbers may differ."""
+    steps, trajectories = 9, 8
+    step_traj = torch.arange(trajectories).repeat_interleave(steps)
+    returns = module.discounted_returns(torch.ones(trajectories), step_traj, gamma)
+    assert all(len(of_turn.unique()) == 1 for of_turn in returns.reshape(trajectories, steps).T)
+
+
 @over_scripts("anchor_advantages")
 @pytest.mark.parametrize("seed, norm", product(SEEDS, ("mean", "mean-std")))
 def test_anchor_advantages(module, seed, norm):
