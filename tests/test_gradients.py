@@ -688,6 +688,14 @@ def critic_model(tmp_path):
     return make
 
 
+def test_all_of_a_critic_that_trains_is_float32(tmp_path):
+    """A head in bfloat16 would stand still under small steps; what is frozen has --dtype."""
+    random_model(0).save_pretrained(tmp_path)
+    critic = load("ppo_webshop").add_value_head(str(tmp_path), 4, dtype=torch.bfloat16)
+    assert {p.dtype for p in critic.parameters() if p.requires_grad} == {torch.float32}
+    assert critic.get_input_embeddings().weight.dtype == torch.bfloat16
+
+
 def plain_values(model, trajectories):
     """[trajectory][step] -> V before each of its tokens: one sequence at a time, by the model's own
     forward pass."""
