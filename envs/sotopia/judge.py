@@ -207,6 +207,7 @@ class Endpoint:
         )
         self.free = asyncio.Semaphore(in_flight)
         self.counts = Counter()
+        self.random = random.Random()  # waits draw nothing from the run's numbers
 
     async def ask(self, messages: list[dict], parse=str, **settings):
         """parse(text of the answer), where parse raises ValueError for what it cannot read.
@@ -253,7 +254,7 @@ class Endpoint:
         They double, and are a little longer at random, so that a batch does not come back as one
         wave. What the endpoint asks for (Retry-After) counts where it is more.
         """
-        seconds = self.pause * 2**attempt * random.uniform(1.0, 1.5)
+        seconds = self.pause * 2**attempt * self.random.uniform(1.0, 1.5)
         asked = float(wait) if re.fullmatch(r"\d{1,6}(\.\d+)?", wait or "") else 0.0
         return min(LONGEST_PAUSE, max(seconds, asked))
 
