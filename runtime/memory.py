@@ -194,6 +194,8 @@ def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int = 1)
         trained, prms, [setting.tokens, *smaller], recomputes
     ):
         other = replace(setting, tokens=tokens, recompute=recompute, **who, **prm)
+        if other.lora_rank and other.prm_copy and other.dtype != "float32":
+            continue  # Run.load_adapter refuses it
         if needed(shape, other, gpu) <= memory:
             return other
     return None

@@ -163,6 +163,11 @@ class Run:
 
         if args.policy_lora_rank:
             model = add_adapter(model, "policy", args.policy_lora_rank)
+            if kind == "vllm" and run_args.dtype != "float32":
+                rounds = f"vLLM samples with base + adapter rounded to {run_args.dtype}"
+                gap = "which small updates do not survive (policy/engine_gap)"
+                way = "--engine hf and --engine-url add the adapter itself"
+                terminal.warn(f"--policy-lora-rank: {rounds}, {gap}; {way}")
         self.policy_model = processes.shard(model, run_args.dtype).to(self.device)
         return self.policy_model, self.engine, chat
 
@@ -202,11 +207,18 @@ class Run:
         policy's own model, so that it follows the policy; on "initial" the initial model, as
         precise as the policy (two precisions would make their log-probabilities differ before
         anything is learnt), which a LoRA policy has for its base. Rank 0: a full copy of the
-        initial model."""
-        base = self.policy_model
+        initial model, which is float32; exits where the base of a LoRA policy is not."""
+        base, dtype = self.policy_model, self.args.run_args.dtype
+        lora = self.args.policy_lora_rank and dtype != "float32"
+        if rank == 0 and lora and getattr(self.args, "beta", 1):
+            reason = (
+                f"a full copy is float32 and the LoRA policy's base {dtype}, and the difference"
+            )
+            way = f"would be a reward; an adapter has the policy's base: --{name}-lora-rank 16"
+            refuse(f"{name}_lora_rank", 0, f"{reason} {way}")
         if rank == 0 or (on == "initial" and not self.args.policy_lora_rank):
             base = self.read_model(whole=not (rank and self.args.policy_lora_rank))
-            base = processes.shard(base) if rank == 0 else base
+            base = processes.shard(base, dtype) if rank == 0 else base
             base = base.to(self.device)
         return add_adapter(base, name, rank) if rank else base
 

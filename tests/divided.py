@@ -6,7 +6,8 @@ launcher started.
 The first process writes DIRECTORY/SCRIPT.pt: {network.name: by how much a parameter was moved
 (plain gradient descent, rate 1)} and the numbers that the updates told. Every process has the same
 random model and the same trajectories; those of a visual script have a model that sees, and
-pictures. recompute: with --gradient-checkpointing; bfloat16: the policy's products."""
+pictures. recompute: with --gradient-checkpointing; bfloat16: products of the policy and of the
+full copy, which rewards nothing before it has learnt."""
 
 import os
 import sys
@@ -51,7 +52,7 @@ def main(script: str, out: str | Path, *options: str) -> None:
         if "recompute" in options:
             assert recompute_layers([model])
         optimizer, kind = torch.optim.SGD(weights.values(), lr=1.0), "float32"
-        if name == "policy":
+        if name in ("policy", "copy"):
             kind = dtype
         return network(model, optimizer, name, kind), weights
 
@@ -63,16 +64,17 @@ def main(script: str, out: str | Path, *options: str) -> None:
             moved[f"{name}.{key}"] = processes.whole(p.detach()) - before[key]
 
     policy, weights = trains("policy", processes.shard(build(0), dtype))
-    old = batch_logprobs(policy, batch, args)
-    old = old - 0.1 * torch.rand(len(old), generator=draw)  # ratios that are not 1
+    exact = batch_logprobs(policy, batch, args)
+    old = exact - 0.1 * torch.rand(len(exact), generator=draw)  # ratios that are not 1
     moved["old"] = old
     pairs = []
     if hasattr(module, "preference_pairs"):
         pairs = module.preference_pairs(batch.outcomes, batch.group)
     given = policy, batch, old, advantages
     if hasattr(module, "prm_update"):  # with a copy that learns and follows the policy
-        copied, own = trains("copy", processes.shard(build(0)))
+        copied, own = trains("copy", processes.shard(build(0), dtype))
         copied.on = "policy"
+        assert module.score_steps(copied, batch, exact, args).abs().max() < 1e-5
         note("copy", own, module.prm_update, copied, batch, old, pairs)
         moved["scores"] = module.score_steps(copied, batch, old, args)
         before = {key: processes.whole(p.detach()).clone() for key, p in own.items()}

@@ -4,6 +4,7 @@ weights, and PPO's published layout."""
 import json
 from types import SimpleNamespace
 
+from runtime import processes
 from runtime.flags import evaluation_tasks
 from runtime.networks import engine_weights
 from runtime.statistics import pair_statistics, skill
@@ -111,16 +112,27 @@ STILL = "--dtype bfloat16 --learning-rate 0 --prm-learning-rate 0".split()
 
 
 @pytest.mark.parametrize("script", ["istar_sokoban", "prime_webshop"])
-def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, script):
+def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, monkeypatch, script):
     """Nothing learns, and nothing may differ: the policy's weights and the PRM's are of one
-    precision."""
-    for number, form in enumerate(FORMS if script.startswith("istar_") else FORMS[:1]):
+    precision, and would be divided between cards in one. A full copy beside a LoRA policy, whose
+    base is bfloat16, is refused."""
+    divided = []
+    monkeypatch.setattr(processes, "shard", lambda model, *dtype: divided.append(dtype) or model)
+    forms = [FORMS[0], (*LORA, *FORMS[2])]
+    if script.startswith("istar_"):
+        forms = [*FORMS, *((*LORA, *form) for form in FORMS[2:])]
+    for number, form in enumerate(forms):
         home = tmp_path / str(number)
         home.mkdir()
         run_main(script, *TINY, *STILL, *form, cwd=home)
         for row in rows(home)[1:]:
             rewarded = row.get("prm/reward_abs", row.get("prm/process_std"))
             assert rewarded < 1e-5, form  # two precisions: 0.03
+    assert {*divided} == {("bfloat16",)}
+    if script.startswith("istar_"):  # PRIME's is always an adapter
+        refused = run_main(script, *TINY[:-2], *STILL, *LORA, check=False, cwd=home)
+        assert "--prm-lora-rank 0: a full copy is float32 and the LoRA policy's" in refused.stderr
+        assert "--prm-lora-rank 16" in refused.stderr
 
 
 @pytest.mark.parametrize("form", [(), LORA], ids=" ".join)
