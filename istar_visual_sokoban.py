@@ -448,7 +448,7 @@ def main():
         run.log("prm", pair_statistics(rewards, batch, pairs))  # pair_accuracy: of pairs new to it
 
         replay.add(trajectories, pairs)  # the groups that have a pair
-        for groups in replay.draw(args.tasks_per_iteration, args.prm_steps if args.beta else 0):
+        for groups in replay.draw(len(batch.group.unique()), args.prm_steps if args.beta else 0):
             past = flatten(groups)  # the best and the worst of each group, all of one iteration
             past_logprobs = batch_logprobs(policy, past, args, label="PRM")  # [K] by pi_old now
             past_pairs = preference_pairs(past.outcomes, past.group, *pairing)

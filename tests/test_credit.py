@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from runtime import processes
 from runtime.flags import evaluation_tasks
 from runtime.networks import engine_weights
+from runtime.replay import Replay
 from runtime.statistics import pair_statistics, skill
 
 import pytest
@@ -133,6 +134,19 @@ def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, m
         refused = run_main(script, *TINY[:-2], *STILL, *LORA, check=False, cwd=home)
         assert "--prm-lora-rank 0: a full copy is float32 and the LoRA policy's" in refused.stderr
         assert "--prm-lora-rank 16" in refused.stderr
+
+
+def test_in_self_chat_the_prm_draws_as_many_groups_as_an_iteration_has(tmp_path, monkeypatch):
+    """Each of the 4 tasks has two of them: one of the first speakers, one of the second."""
+    numbers, draw = [], Replay.draw
+
+    def noted(replay, number, parts):
+        numbers.append(number)
+        return draw(replay, number, parts)
+
+    monkeypatch.setattr(Replay, "draw", noted)
+    run_main("istar_sotopia", *TINY, "--partner", "self", "--max-steps", 4, cwd=tmp_path)
+    assert numbers == [8, 8]
 
 
 @pytest.mark.parametrize("form", [(), LORA], ids=" ".join)
