@@ -355,7 +355,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
 
 RESULTS = evidence.ROWS.parent
 CURVES = ("longer", "sokoban-long", "visual-sokoban")
-RATES = ("learning-rates-sokoban", "learning-rates-webshop")
+RATES = ("learning-rates-webshop",)
 
 
 def cells_of(text) -> list[list[str]]:
