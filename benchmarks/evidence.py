@@ -57,6 +57,7 @@ SHORT_TABLE = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs"
 CROSSINGS = {
     "credit": (),
     "credit-minutes": ("row", "seeds", "success at", "by minute", "seconds"),
+    "credit-alpha-beta": ("row", "seeds", "success at 60", "more than", "A^S", "fresh"),
     "credit-rates": ("row", "seeds", "success at", "more than", "A^S", "fresh pairs"),
     "credit-tuning": SHORT_TABLE[:3] + ("A^S", "fresh pairs"),
     "credit-ablation": SHORT_TABLE,
