@@ -291,9 +291,8 @@ def add_value_head(path: str, rank: int, **read):
     from transformers import AutoModelForTokenClassification
 
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **read)
-    torch.nn.init.zeros_(model.score.weight)
-    torch.nn.init.zeros_(model.score.bias)
-    model.score.float()  # it trains as a whole, which small steps in bfloat16 would not
+    for parameter in model.score.float().parameters():  # all of it trains: in float32
+        torch.nn.init.zeros_(parameter)
     if rank == 0:
         return model.float()
     layers = dict(target_modules="all-linear", exclude_modules=["score"], task_type="TOKEN_CLS")
