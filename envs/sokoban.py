@@ -224,7 +224,7 @@ class SokobanArgs:
     """The flags of this world."""
 
     num_boxes: whole(1, 4) = 1  # Boxes in a room; 2 are much harder.
-    room_size: whole(5, 10) = 6  # Side of the room [cells], walls included.
+    room_size: whole(6, 10) = 6  # Side of the room [cells], walls included.
 
 
 class Sokoban:
@@ -238,9 +238,9 @@ class Sokoban:
     validation_tasks = range(train_tasks.stop, train_tasks.stop + VALIDATION_TASKS)
 
     def __init__(self, num_boxes: int = 1, size: int = 6, max_steps: int = 15):
-        if size < 5 or not 1 <= num_boxes <= size - 2:
+        if size < 6 or not 1 <= num_boxes <= size - 2:
             flags = f"--room-size {size} --num-boxes {num_boxes}"
-            most = "a room has a side of at least 5, and 1 box to 2 less than its side"
+            most = "a room has a side of at least 6, and 1 box to 2 less than its side"
             raise ValueError(f"{flags}: {most}")
 
         self.num_boxes = num_boxes

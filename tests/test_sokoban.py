@@ -128,7 +128,7 @@ def test_the_flags_make_the_environment():
     assert Sokoban.from_args(args).name == "sokoban 6x6, 1 box, 15 steps"
     args = SimpleNamespace(world=SokobanArgs(num_boxes=2, room_size=7), max_steps=20)
     assert Sokoban.from_args(args).name == "sokoban 7x7, 2 boxes, 20 steps"
-    for wrong in (dict(num_boxes=0), dict(room_size=4)):
+    for wrong in (dict(num_boxes=0), dict(num_boxes=5), dict(room_size=5)):
         with pytest.raises(SystemExit, match="--room-size . --num-boxes .: "):
             Sokoban.from_args(SimpleNamespace(world=SokobanArgs(**wrong), max_steps=15))
 
