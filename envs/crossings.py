@@ -71,8 +71,8 @@ class Crossings:
         as there are. Raises ValueError where more are asked for than there can be."""
         guarded = min(10, max_steps) if guarded is None else guarded
         needed = min(7, guarded) if needed is None else needed
-        if not needed <= guarded <= max_steps:
-            raise ValueError(f"needed {needed} <= guarded {guarded} <= crossings {max_steps}")
+        if not 1 <= needed <= guarded <= max_steps:
+            raise ValueError(f"1 <= needed {needed} <= guarded {guarded} <= crossings {max_steps}")
         self.crossings, self.guarded, self.needed = max_steps, guarded, needed
         self.name = f"{max_steps} crossings, {guarded} guarded, {needed} right answers needed"
         first = EVAL_TASKS + VALIDATION_TASKS  # that is trained on

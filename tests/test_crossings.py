@@ -118,7 +118,7 @@ def test_the_prompt_tells_how_to_answer():
     assert all(word in prompt for word in (*WAYS, *GUARDED, said("north")))
 
 
-@pytest.mark.parametrize("numbers", [(16, 17, 7), (16, 10, 11), (3, 10, 7)])
+@pytest.mark.parametrize("numbers", [(16, 17, 7), (16, 10, 11), (3, 10, 7), (4, 0, 0)])
 def test_what_cannot_be_is_refused_in_one_line(numbers):
     with pytest.raises(ValueError):
         Crossings(*numbers)
