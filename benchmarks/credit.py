@@ -160,7 +160,7 @@ class Measuring:
             with torch.no_grad():
                 causal = plain(self.policy.activate())
                 hidden = self.policy.hidden(micro.ids)[:, :-1][is_action]
-                logits = causal.get_output_embeddings()(hidden / args.temperature)
+                logits = causal.get_output_embeddings()(hidden) / args.temperature
             targets, steps = micro.ids[:, 1:][is_action], micro.steps[:, 1:][is_action]
             chance = logits.softmax(-1)[:, way_ids]  # [k, 4]
             gives_way = torch.isin(targets, way_ids)

@@ -212,7 +212,7 @@ class HfEngine:
                 use_cache=True,
             )
             hidden = output.last_hidden_state[:, -1]
-            logits = causal.get_output_embeddings()(hidden / (temperature or 1.0)).float()
+            logits = causal.get_output_embeddings()(hidden).float().div_(temperature or 1.0)
         for token in never_sampled(causal.config):
             logits[:, token] = -torch.inf
         return logits.log_softmax(-1)

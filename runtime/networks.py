@@ -139,7 +139,8 @@ class Network:
         never = torch.tensor(never_sampled(causal.config), dtype=torch.long, device=ids.device)
 
         def head(hidden, targets):  # [c, H], [c] -> [c]
-            logits = causal.get_output_embeddings()(hidden / temperature).float()  # [c, vocabulary]
+            logits = causal.get_output_embeddings()(hidden).float()  # [c, vocabulary]
+            logits.div_(temperature)  # after the head, so that its bias is divided too
             if len(never):
                 logits = logits.index_fill(1, never, -torch.inf)
             return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]

@@ -83,6 +83,19 @@ def move(model, seed: int) -> None:
 # ------------ hf ------------
 
 
+@pytest.mark.parametrize("temperature", (0.0, 0.6))
+def test_hf_engine_divides_logits_with_the_bias_of_a_head(temperature):
+    model, args = tiny(), settings(temperature=temperature)
+    model.lm_head.bias = torch.nn.Parameter(3 * torch.randn(model.config.vocab_size), False)
+    engine, (context,) = HfEngine(str(TINY), [STOP], args), contexts_of(model)[:1]
+    engine.load(model)
+    ((ids, logprobs),) = engine.generate([context], temperature)
+    logits = model(input_ids=torch.tensor([context + ids])).logits[0, len(context) - 1 : -1]
+    expected = (logits / (temperature or 1.0)).log_softmax(-1)
+    expected = expected[range(len(ids)), ids]
+    assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("temperature", (1.0, 0.6))
 def test_hf_engine_agrees_with_the_trainer(temperature):
     model, args = tiny(), settings(temperature=temperature)

@@ -483,8 +483,11 @@ def test_where_no_step_teaches_the_update_says_so_and_moves_nothing(trainer):
         assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before))
 
 
-def test_temperature_is_in_the_gradient(trainer):
+@pytest.mark.parametrize("bias", [False, True])
+def test_temperature_is_in_the_gradient(trainer, bias):
     policy, trajectories, batch, old, advantages = policy_case(trainer)
+    if bias:  # as Phi's head has one
+        policy.model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY), False)
     args = settings(temperature=0.6)
     trainer.policy_update(policy, batch, old, advantages, args)
     expected = plain_policy_gradient(policy.model, trajectories, old, advantages, args)
