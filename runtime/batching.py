@@ -179,8 +179,8 @@ def group_bundles(batch, pairs: list[tuple[int, int]], budget: int) -> list:
 
 
 def average(seen: list[tuple[int, dict]], names: list[str]) -> dict:
-    """Means of these statistics, from (weight, {name: value}) of what each process has seen. Where
-    nothing was seen they are 0."""
+    """Means of these statistics, from (weight, {name: value}) of what each process has seen. None
+    where nothing was seen."""
     sums = [sum(weight * stats[name] for weight, stats in seen) for name in names]
     *sums, weight = processes.total([*sums, sum(weight for weight, _ in seen)])
-    return {name: value / max(weight, 1) for name, value in zip(names, sums)}
+    return {name: value / weight if weight else None for name, value in zip(names, sums)}
