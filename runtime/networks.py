@@ -256,8 +256,8 @@ def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
     sums = torch.zeros(len(batch.step_traj)).index_add(0, batch.token_step, gaps)  # [S]
     if args.ratio != "step":
         sums = sums / torch.bincount(batch.token_step)
-    cap = args.engine_correction
-    return sums.exp().clamp(min(cap, 1 / cap), cap)
+    cap = max(args.engine_correction, 1 / args.engine_correction)
+    return sums.exp().clamp(1 / cap, cap)
 
 
 def dense_parameters(model) -> dict[str, torch.nn.Parameter]:

@@ -260,6 +260,7 @@ def test_a_weight_is_bounded_on_both_sides(ratio):
     bound = torch.tensor(2.0).log().item()
     assert weights(ratio, 2.0, 5.0, 5.0, 5.0, 5.0).tolist() == pytest.approx([bound, bound])
     assert weights(ratio, 2.0, -5.0, -5.0, -5.0, -5.0).tolist() == pytest.approx([-bound, -bound])
+    assert weights(ratio, 0.5, 5.0, -5.0, -5.0, -5.0).tolist() == pytest.approx([bound, -bound])
 
 
 # ------------ PPO ------------
