@@ -19,7 +19,7 @@ import json
 import shutil
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -162,8 +162,10 @@ def finish_checkpoint(run: Path, about: dict, names: list[str], best, keep: int)
 
 
 def finish_saving() -> None:
-    """Wait until the last checkpoint is on the disk; raises what stopped it."""
+    """Wait until the last checkpoint is on the disk; raises what stopped it. Where a signal ends
+    the waiting, the next call waits again."""
     while unfinished:
+        wait(unfinished)
         unfinished.pop().result()
 
 
