@@ -290,8 +290,8 @@ class Run:
     def recent(self, name: str, iterations: int = WINDOW) -> list[float]:
         """What was logged as name in the last iterations, this one included, the oldest first; 0
         where it was not defined."""
-        rows = [*self.rows[1:], self.row][-iterations:]  # without the start's
-        return [row.get(name) or 0 for row in rows]
+        rows = [row for row in (*self.rows, self.row) if row["iteration"]]  # without the start's
+        return [row.get(name) or 0 for row in rows[-iterations:]]
 
     def log_episodes(self, kind: str, trajectories: list) -> None:
         """Log what episodes were like, in training ("train") or on the panel ("eval")."""

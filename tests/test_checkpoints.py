@@ -187,6 +187,15 @@ def test_a_checkpoint_is_finished_while_the_run_goes_on(run, monkeypatch):
     finish_saving()  # nothing is left of it
 
 
+@pytest.mark.parametrize("first", [0, 1])  # the start's row may be lost
+def test_recent_iterations_are_those_behind_the_start(first):
+    logged = [{"iteration": n, "prm/pairs": n} for n in range(first, 4)]
+    told = Namespace(rows=logged[:-1], row=logged[-1])
+    assert runtime.run.Run.recent(told, "prm/pairs") == [1, 2, 3]
+    assert runtime.run.Run.recent(told, "prm/pairs", 2) == [2, 3]
+    assert runtime.run.Run.recent(told, "prm/pair_accuracy") == [0, 0, 0]
+
+
 def test_large_checkpoints_are_written_when_they_cost_little_of_the_time(run, monkeypatch):
     monkeypatch.setattr(checkpoints, "CHEAP", 0)
     args = Namespace(iterations=100, run_args=Namespace(save_every=0, keep=9, dtype="float32"))
