@@ -14,6 +14,7 @@ With one process each function here hands back what it was given.
 import ctypes
 import os
 import sys
+from datetime import timedelta
 from types import MethodType
 
 import torch
@@ -31,6 +32,10 @@ GIVES = (
     "torchrun --nproc_per_node N script.py --processes N starts N "
     "(accelerate launch --cpu starts one, silently)"
 )
+
+
+# What one process does alone, as hashing a large checkpoint, or waiting for a server that went away
+PATIENCE = timedelta(hours=2)
 
 
 class Quiet:
@@ -68,7 +73,7 @@ def start(args) -> torch.device:
         if int(os.environ["LOCAL_WORLD_SIZE"]) == launched:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
-    state = PartialState(cpu=not torch.cuda.is_available())
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     if state.num_processes != number:
         sys.exit(f"--processes {number}: accelerate connected {state.num_processes}; {GIVES}")
     if sharded() and (args.policy_lora_rank or run_args.engine == "hf"):
