@@ -79,9 +79,15 @@ def start(args) -> torch.device:
     if sharded() and (args.policy_lora_rank or run_args.engine == "hf"):
         needs = "FSDP shards a policy that is trained whole, sampled by vllm"
         sys.exit(f"--policy-lora-rank, --engine hf: {needs}")
-    if sharded() and getattr(args, "prm_lora_rank", 0) and getattr(args, "prm_follows", False):
-        rank = f"--prm-lora-rank {args.prm_lora_rank}"
-        sys.exit(f"{rank}: no adapter on a sharded policy; 0 shards a full copy of it")
+    adapter = getattr(args, "prm_lora_rank", 0)
+    if sharded() and adapter and getattr(args, "prm_follows", False):
+        way = "0 shards a full copy of it"
+        sys.exit(f"--prm-lora-rank {adapter}: no adapter on a sharded policy; {way}")
+    against_old = getattr(args, "variant", "") != "prime"  # whose reward is against its own base
+    if sharded() and adapter and run_args.dtype == "bfloat16" and against_old:
+        reason = "its base computes otherwise than a sharded policy, which would be a reward"
+        way = "--prm-lora-rank 0 shards a full copy, --dtype float32 makes both alike"
+        sys.exit(f"--prm-lora-rank {adapter} --dtype bfloat16: {reason}; {way}")
     # with it transformers loads weights in the first process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not state.is_main_process:

@@ -9,10 +9,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from runtime import processes
+
 import divided
 import pytest
 import torch
-from conftest import ROOT, free_port, run_main
+from conftest import ROOT, free_port, run_main, settings
 
 SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4
 --iterations 2 --seed 5"""
@@ -165,6 +167,30 @@ def test_saving_a_sharded_policy_takes_no_more_than_a_tensor(tmp_path):
 
 
 NUMBER = [*SMALL.split(), "--engine", "hf", "--processes"]
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        ({"policy_lora_rank": 8}, "FSDP shards a policy that is trained whole"),
+        ({"engine": "hf"}, "FSDP shards a policy that is trained whole"),
+        ({"prm_lora_rank": 4, "prm_follows": True}, "no adapter on a sharded policy"),
+        ({"prm_lora_rank": 4, "dtype": "bfloat16"}, "--dtype float32 makes both alike"),
+        ({"prm_lora_rank": 4, "dtype": "bfloat16", "variant": "istar-code"}, "--dtype float32"),
+        ({"prm_lora_rank": 4, "dtype": "bfloat16", "variant": "prime"}, ""),
+        ({"prm_lora_rank": 4}, ""),
+        ({"prm_lora_rank": 0, "dtype": "bfloat16"}, ""),
+    ],
+)
+def test_what_does_not_go_with_a_sharded_policy_is_refused(monkeypatch, flags, refused):
+    monkeypatch.setattr(processes, "sharded", lambda: True)
+    given = {"engine": "vllm", "tasks_per_iteration": 4, "policy_lora_rank": 0}
+    args = settings(**given | flags)
+    if not refused:
+        processes.start(args)
+        return
+    with pytest.raises(SystemExit, match=refused):
+        processes.start(args)
 
 
 def test_another_number_of_processes_is_refused(tmp_path):
