@@ -39,7 +39,10 @@ FILES = ("envs.json", "agents.json", "env_agent_combos.json")
 EVAL_SHARE = 3  # of the published environments one in EVAL_SHARE evaluates, the hard ones first
 # parts of a goal; they are for whoever has the goal
 PARTS = ("extra_info", "strategy_hint", "clarification_hint")
-TAG = re.compile(r"<(/?)([a-z_]+)((?:\s+[a-z_]+\s*=\s*(?:\"[^\"]*\"|'[^']*'))*)\s*>")
+TAG = re.compile(r"<(/?)([A-Za-z][\w-]*)([^<>]*)>")
+ATTRIBUTES = re.compile(r"(?:\s+[a-z_]+\s*=\s*(?:\"[^\"]*\"|'[^']*'))*\s*")
+TAKES = r"\b(i|you) (?:take|get|keep|have)\b"
+CLAUSE = re.compile(rf"{TAKES}([^.!?;]*?)(?=[.!?;]|$|{TAKES})")
 VIEWER = re.compile(r"\sviewer\s*=\s*[\"']([^\"']*)[\"']")
 
 # the 14 environments of SOTOPIA-hard, as the public evaluation scripts of sotopia-rl list them
@@ -87,8 +90,8 @@ def visible(text: str, viewer: str) -> str:
 
     A viewer is "agent_0", "agent_1", or "environment" (the judge, who reads all of it). A part with
     a viewer attribute is for that viewer alone, and so is everything inside. A tag that is not
-    known hides its contents from the agents, and one that is never closed hides the rest: a doubt
-    never shows what is private.
+    known or not well written hides its contents from the agents, and one that is never closed hides
+    the rest: a doubt never shows what is private.
     """
     shown = []
     stack = []  # (tag, whether its contents may be seen)
@@ -103,7 +106,8 @@ def visible(text: str, viewer: str) -> str:
         closing, tag, attributes = match.groups()
         if not closing:
             named = VIEWER.search(attributes)
-            allowed = tag in ("p", "root", *PARTS) and (named is None or named.group(1) == viewer)
+            allowed = named is None or named.group(1) == viewer
+            allowed &= tag in ("p", "root", *PARTS) and ATTRIBUTES.fullmatch(attributes) is not None
             stack.append((tag, allowed or viewer == "environment"))
         elif any(tag == name for name, _ in stack):
             while stack.pop()[0] != tag:
@@ -327,10 +331,11 @@ class Bargain:
         return self.phrases[side].format(self.show(number))
 
     def offer(self, words: str, side: int) -> int | None:
-        """The last amount that is named: "$45", "45 dollars" or "3 hours"."""
-        amount = r"\b(\d{1,6})() hours?\b"
+        """The last amount that is named: "$45", "45 dollars" or "3 hours". A part of a number is
+        none: "2.5 hours", "$1,000"."""
+        amount = r"(?<![\w.,])(\d{1,6})() hours?\b"
         if self.unit == "$":
-            amount = r"\$ ?(\d{1,6})\b|\b(\d{1,6}) dollars"
+            amount = r"\$ ?(\d{1,6})\b(?![.,]\d)|(?<![\w.,])(\d{1,6}) dollars"
         found = re.findall(amount, words)
         return int("".join(found[-1])) if found else None
 
@@ -386,13 +391,12 @@ class Division:
         return offer if side == 0 else tuple(c - n for c, n in zip(self.counts, offer))
 
     def offer(self, words: str, side: int) -> tuple | None:
-        """The last sentence "I take 2 hats and 1 book" or "You take ...".
+        """The last clause "I take 2 hats and 1 book" or "You take ...".
 
         The other gets the rest. None: more than all.
         """
         offer = None
-        sentence = r"\b(i|you) (?:take|get|keep|have)\b([^.!?;]*)"
-        for taker, wish in re.findall(sentence, words.lower()):
+        for taker, wish, _ in CLAUSE.findall(words.lower()):
             amounts = [0, 0, 0]
             for n, kind in re.findall(r"(\d{1,4}) ([a-z]+)", wish):
                 index = [i for i, name in enumerate(self.kinds) if kind in (name, name + "s")]

@@ -108,9 +108,9 @@ def parse_action(text: str) -> str | None:
 def partner_words(text: str, name: str) -> str | None:
     """What a partner's endpoint says, on one line.
 
-    Reasoning before it, tags, and a name or quotes around it are taken off.
+    Reasoning, also such as was cut short, tags, and a name or quotes around it are taken off.
     """
-    text = text.rpartition("</think>")[2]
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = re.sub(r"</?(?:think|action)>", " ", text).strip()
     text = text.removeprefix(f"{name}:").strip()
     if len(text) > 1 and text[0] == text[-1] == '"':
@@ -674,8 +674,9 @@ class Sotopia:
         reasons = ", ".join(f"{reason} x {n}" for reason, n in reasons)
         if lost:
             log.warning("%d of %d conversations lost (%s)", len(lost), len(conversations), reasons)
-        if len(lost) > LOST_SHARE * len(conversations):
-            share = f"{len(lost)} of {len(conversations)} conversations"
+        failed = sum(not c.broken for c in lost)  # a world that raises does not stop the run
+        if failed > LOST_SHARE * len(conversations):
+            share = f"{failed} of {len(conversations)} conversations"
             sys.exit(f"stopped: {share} lost to endpoints ({reasons})")
         return [not episode.lost for episode in episodes]
 
