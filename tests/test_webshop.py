@@ -276,7 +276,10 @@ def test_a_damaged_cache_is_rebuilt(tmp_path):
         == first.search("red lamp")
         == ["a", "b"]
     )
-    for damage in (b"", b"{}", whole[: len(whole) // 2], whole[:200] + b"\0" * 40 + whole[240:]):
+    method = whole.index(b"PK\1\2") + 10  # of compression, in the zip file's directory
+    unknown = whole[:method] + b"\xff" + whole[method + 1 :]
+    torn = b"", b"{}", whole[: len(whole) // 2], whole[:200] + b"\0" * 40 + whole[240:]
+    for damage in (*torn, unknown):
         path.write_bytes(damage)
         assert SearchIndex(documents, tmp_path).search("red lamp") == ["a", "b"]
         assert path.read_bytes() == whole
@@ -442,12 +445,39 @@ def test_validation_goals_of_published_data_are_of_the_other_kind(human):
     env = WebShop(RECORDED / "data", human_goals=human)
     other = make_goals(env.catalog, not human, 0)
     goals = [env.goal(task) for task in env.validation_tasks]
-    known = {goal["instruction_text"] for goal in other}
-    assert 100 < len(goals) <= 500 and {goal["instruction_text"] for goal in goals} <= known
+    assert 100 < len(goals) <= 500 and {*map(wanted, goals)} <= {*map(wanted, other)}
     assert not {wanted(goal) for goal in goals} & {wanted(goal) for goal in env.goals}
     assert env.goals == make_goals(env.catalog, human, 0)
     for task in env.validation_tasks[::25]:
         assert not env.reset(task).done
+
+
+def test_a_product_of_too_many_options_leaves_validation_goals(data):
+    values = [{"value": f"v {number}", "image": None} for number in range(30)]
+    options = {f"option {number}": values for number in range(4)}
+    edit(data / SMALL_FILES[0], lambda t: t[0].update(customization_options=options))
+    with pytest.raises(DataError, match="810,000 combinations of its options"):
+        WebShop(data, human_goals=False)
+    env = WebShop(data)
+    assert 100 < len(env.validation_tasks) <= 500
+    first = env.catalog.products[0]["asin"]
+    assert first not in {goal["asin"] for goal in env.validation_goals}
+
+
+def instruction(goal):
+    return goal["instruction_text"]
+
+
+@pytest.mark.parametrize(
+    "human, of, expected",
+    [(True, instruction, (0, 0)), (True, wanted, (32, 5)), (False, instruction, (13, 3))],
+)
+def test_what_of_the_evaluation_tasks_is_trained_on(human, of, expected):
+    """docs/worlds.md has these numbers: of all 500, and of the panel's 128."""
+    env = WebShop(human_goals=human)
+    trained = {of(env.goal(task)) for task in env.train_tasks}
+    again = [of(env.goal(task)) in trained for task in env.eval_tasks]
+    assert (sum(again), sum(again[:128])) == expected
 
 
 def test_the_flags_make_the_environment():

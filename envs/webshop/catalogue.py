@@ -30,6 +30,7 @@ REQUIRED_KEYS = (
 SMALL_FILES = ("items_shuffle_1000.json", "items_ins_v2_1000.json", "items_human_ins.json")
 LARGE_FILES = ("items_shuffle.json", "items_ins_v2.json", "items_human_ins.json")
 MOST_GOALS = 500_000  # half a gigabyte
+MOST_OPTIONS = 100  # combinations of a product that validates
 HUB_DATA = "YWZBrandon/webshop-data"
 
 
@@ -281,7 +282,7 @@ def make_goals(catalog: Catalog, human: bool, seed: int) -> list[dict]:
                 raise DataError(f"product {p['asin']}: a synthetic instruction without attributes")
             upper, text = _price_limit(catalog.prices[p["asin"]], draw)
             names = sorted(p["options"])
-            number = math.prod(len(p["options"][name]) for name in names)
+            number = _combinations(p)
             if len(goals) + number > MOST_GOALS:
                 many = f"{number:,} combinations of its options, a goal each"
                 raise DataError(f"product {p['asin']}: {many}; {MOST_GOALS:,} goals are the most")
@@ -308,17 +309,29 @@ def make_validation_goals(catalog: Catalog, goals: list[dict], human: bool, seed
 
     In our own shop other people ask (its products carry their instructions). Elsewhere nobody else
     does: the goals are of the other kind, synthetic where `goals` are people's, and the other way
-    round. Whoever wants of a product exactly what one of `goals` wants of it is left out.
+    round. Synthetic ones are of at most MOST_GOALS / MOST_OPTIONS products, drawn by lot, with
+    MOST_OPTIONS combinations of options at most, so that any catalogue has them. Whoever wants of a
+    product exactly what one of `goals` wants of it is left out.
     """
     products = catalog.products
     if human and "validation_instructions" in products[0]:
         products = [{**p, "instructions": p["validation_instructions"]} for p in products]
     else:
         human = not human
+    if not human:
+        products = [p for p in products if p.get("instruction_text") is not None]
+        products = [p for p in products if _combinations(p) <= MOST_OPTIONS]
+        most = min(len(products), MOST_GOALS // MOST_OPTIONS)
+        products = random.Random(seed).sample(products, most)
 
     found = make_goals(Catalog(products, catalog.prices), human, seed)
     known = {_wanted(goal) for goal in goals}
     return [goal for goal in found if _wanted(goal) not in known]
+
+
+def _combinations(product) -> int:
+    """How many choices of one value for each option there are."""
+    return math.prod(map(len, product["options"].values()))
 
 
 def _wanted(goal):

@@ -190,7 +190,7 @@ class SearchIndex:
                 self.numbers = {t: i for i, t in enumerate(terms)}
                 self.doc, self.saturation = data["doc"], data["saturation"]
                 self.starts, self.idf = data["starts"], data["idf"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
             return False
         whole = len(self.idf) == len(terms) == len(self.starts) - 1
         return whole and len(self.doc) == len(self.saturation) == self.starts[-1]
