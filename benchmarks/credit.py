@@ -252,7 +252,7 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
     """Markdown, a line for a row, means over its seeds: success by iteration; by how much it ends
     above the first row, seed by seed, at the last iteration that both have and at the second when
     the first of the two runs ends (between evaluations on a straight line); what share that is of
-    the truth's; what the credit had to do with the truth, from iteration 11 on; seconds.
+    the truth's; what the credit had to do with the truth, over the whole run; seconds.
     columns: the beginnings of the titles that are shown (default: all)."""
     curves: dict[str, dict[int, list[dict]]] = {}  # the evaluations of a row's runs, by seed
     for row in sorted(rows, key=lambda row: row["iteration"]):
@@ -279,10 +279,7 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
 
     def measured(name, key):
         """The mean of every seed."""
-        of_seeds = [
-            [row[key] for row in curve if row["iteration"] > 10 and key in row]
-            for curve in curves[name].values()
-        ]
+        of_seeds = [[row[key] for row in curve if key in row] for curve in curves[name].values()]
         return [sum(values) / len(values) for values in of_seeds if values]
 
     ceiling = " ".join(["truth", *first.split()[1:]])  # with the flags of the first row

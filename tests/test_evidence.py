@@ -350,12 +350,11 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
             evidence.main()
 
 
-# Tables that were written before there were studies: each line from the rows of its file. Curves
-# and rates go when the studies that replace them have run.
+# Tables that were written before there were studies: each line from the rows of its file. They
+# go when the studies that replace them have run.
 
 RESULTS = evidence.ROWS.parent
 CURVES = ("longer", "sokoban-long", "visual-sokoban")
-RATES = ("learning-rates-webshop",)
 
 
 def cells_of(text) -> list[list[str]]:
@@ -393,18 +392,6 @@ def test_every_line_of_the_older_curves_is_that_of_its_rows():
         lowest = [f"{min(row[key] for row in evaluations if row['iteration'] > 10):.3f}"]
         scores = [f"{row['eval/score']:.3f}" for row in (first, last)]
         assert rest == (lowest + scores)[: len(rest)]
-
-
-def test_every_line_of_the_older_rates_is_that_of_its_rows():
-    rows = {}
-    for row in stored(*RATES):
-        rows.setdefault(f"{row['script']}.py", []).append(row)
-    lines = cells_of(evidence.SECTION.sub("", evidence.PAGE.read_text()))
-    rates = [cells for cells in lines if len(cells) == 5]
-    assert [cells[0] for cells in rates] == [*rows]
-    for script, before, *tried in rates:
-        assert before == f"{rows[script][0]['before']:.3f}"
-        assert tried == [f"{row['mean']:.3f} ({row['last']:.3f})" for row in rows[script]]
 
 
 def test_the_table_of_a_prm_that_stays_behind_is_that_of_its_rows():
