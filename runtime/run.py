@@ -601,6 +601,8 @@ def ends_cleanly(main):
             if not own_process:  # else it ends now, and a signal is quiet
                 signal.signal(signal.SIGTERM, before)
                 signal.signal(signal.SIGINT, interrupted)
+        if own_process:
+            processes.end()
 
     return guarded
 

@@ -121,3 +121,6 @@ if __name__ == "__main__":
     scripts, directory, *given = sys.argv[1:]
     for name in scripts.split(","):
         main(name, Path(directory, f"{name}.pt"), *given)
+    from runtime import processes
+
+    processes.end()

@@ -193,6 +193,32 @@ def test_what_does_not_go_with_a_sharded_policy_is_refused(monkeypatch, flags, r
         processes.start(args)
 
 
+ENDING = """
+import atexit, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from conftest import settings
+from runtime import processes
+
+class Thread:
+    "What gloo's does at times, where the interpreter is gone."
+    def __del__(self, abort=os.abort):
+        abort()
+
+thread = Thread()
+processes.start(settings(processes=2, tasks_per_iteration=4, policy_lora_rank=0, engine="none"))
+atexit.register(Path(f"ended-{processes.rank()}").touch)
+processes.end()
+"""
+
+
+def test_processes_end_without_the_interpreters_end(tmp_path):
+    program = tmp_path / "ending.py"
+    program.write_text(ENDING)
+    launch("torchrun", program, ROOT / "tests", cwd=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
+
+
 def test_another_number_of_processes_is_refused(tmp_path):
     """accelerate launch --cpu starts one, whatever it is asked for."""
     command = [ROOT / "rloo_sokoban.py", *NUMBER, "2"]
