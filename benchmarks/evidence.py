@@ -358,7 +358,7 @@ def reached(row: dict, level: float) -> dict | None:
 
 
 def cost(row: dict, evaluation: dict) -> dict[str, float]:
-    """What a run had taken by an evaluation. FLOPs are at most: 2 per weight and token of a pass
+    """What a run had taken by an evaluation. FLOPs are estimated: 2 per weight and token of a pass
     without a gradient, 6 of one with (Kaplan et al., arXiv 2001.08361), attention not counted."""
     _, algorithm = world_and_algorithm(row["command"])
     without, trained = PASSES.get(algorithm, (2, 1))
