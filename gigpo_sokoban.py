@@ -278,8 +278,9 @@ def anchor_advantages(returns, anchor, norm: str) -> torch.Tensor:
     from [S] and [S]. Alone: 0."""
     if norm == "mean-std":
         return grpo_advantages(returns, anchor)
-    sums = returns.new_zeros(int(anchor.max()) + 1).index_add(0, anchor, returns)
-    return returns - (sums / torch.bincount(anchor))[anchor]
+    exact = returns.double()  # so that equal returns have exactly their mean
+    sums = exact.new_zeros(int(anchor.max()) + 1).index_add(0, anchor, exact)
+    return (exact - (sums / torch.bincount(anchor))[anchor]).to(returns.dtype)
 
 
 def anchor_statistics(anchor, step_adv) -> dict:
@@ -337,7 +338,7 @@ def main():
         penalty = args.invalid_penalty * slope * batch.invalid  # [S] as of an outcome lower by it
         episode_adv = standardised[batch.step_traj] - penalty  # [S]
 
-        first = {task: env.reset(task).anchor for task in {*tasks}}
+        first = {task: env.reset(task).anchor for task in {t.task for t in trajectories}}
         anchor = anchor_groups(trajectories, first)  # [S]
         returns = discounted_returns(batch.outcomes, batch.step_traj, args.step_gamma)  # [S]
         step_adv = anchor_advantages(returns, anchor, args.step_norm)  # [S]

@@ -358,7 +358,7 @@ def main():
         penalty = args.invalid_penalty * slope * batch.invalid  # [S] as of an outcome lower by it
         episode_adv = standardised[batch.step_traj] - penalty  # [S]
 
-        first = {task: env.reset(task).anchor for task in {*tasks}}
+        first = {task: env.reset(task).anchor for task in {t.task for t in trajectories}}
         anchor = anchor_groups(trajectories, first)  # [S]
         distances = goal_distances(trajectories, first)  # [S]
         rewards = distance_rewards(distances, anchor, args.distance_discount)  # [S]

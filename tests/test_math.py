@@ -534,6 +534,10 @@ def test_anchor_advantages(module, seed, norm):
     ours = module.anchor_advantages(*tensors(returns, anchor), norm)
     close(ours, expected)
     assert ours[torch.tensor(anchor) == 1].tolist() == [0.0]  # nothing to be compared with
+    for number in range(2, 9):  # equal returns: exactly 0, however they round
+        same = torch.full((number,), 0.95) ** torch.arange(20)[:, None]  # [20, number]
+        group = torch.arange(20).repeat_interleave(number)
+        assert not module.anchor_advantages(same.flatten(), group, norm).any()
 
 
 @over_scripts("anchor_advantages", "anchor_groups")
