@@ -285,16 +285,17 @@ def value_loss(values, old_values, returns, clip: float) -> torch.Tensor:
 
 
 def add_value_head(path: str, rank: int, **read):
-    """The initial model with a value head of weight 0 and a LoRA adapter, "critic"; peft trains and
-    saves both. Rank 0: all of it is trained, in float32."""
+    """The initial model with a value head of weight 0 and a LoRA adapter, "critic", both of which
+    peft trains and saves. Rank 0: all of it is trained, read in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForTokenClassification
 
+    read |= {} if rank else {"dtype": torch.float32}
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **read)
     for parameter in model.score.float().parameters():  # all of it trains: in float32
         torch.nn.init.zeros_(parameter)
     if rank == 0:
-        return model.float()
+        return model
     layers = dict(target_modules="all-linear", exclude_modules=["score"], task_type="TOKEN_CLS")
     config = LoraConfig(r=rank, lora_alpha=rank, **layers)
     return get_peft_model(model, config, adapter_name="critic")
@@ -401,25 +402,24 @@ def main():
         advantages = gae_advantages(rewards, values, chain, args.gamma, args.gae_lambda)  # [U]
         returns = advantages + values  # [U]
         run.log("critic", critic_update(critic, batch, at, values, returns, args))
-        unexplained = advantages.var() / returns.var().clamp(min=1e-9)
-        explained = 1 - unexplained.item()
+        unexplained, varies = advantages.var().item(), returns.var().item()
+        explained = 1 - unexplained / varies if varies > 1e-9 else None
         run.log("critic", {"value": values.mean().item(), "explained_variance": explained})
         run.lap("critic")
 
         # ------------ 4. Advantages: standardised over the batch ------------
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)  # [U]
-        credited, step_values, step_adv = batch, values, advantages  # each step has an advantage
-        if args.gae == "token":
-            credited = by_token(batch)  # each token has one; the log has a step's mean
-            counts = torch.bincount(batch.token_step)  # [S]
-            step_values = sum_per_step(values, batch) / counts  # [S]
-            step_adv = sum_per_step(advantages, batch) / counts  # [S]
+        credited = by_token(batch) if args.gae == "token" else batch  # what has an advantage each
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
             advantages = advantages * engine_weights(credited, old_logprobs, args)
+        step_values, step_adv = values, advantages  # [S] for the log
+        if args.gae == "token":  # the mean of a step's tokens
+            counts = torch.bincount(batch.token_step)  # [S]
+            step_values, step_adv = (sum_per_step(x, batch) / counts for x in (values, advantages))
         run.log("policy", policy_update(policy, credited, old_logprobs, advantages, args))
         run.lap("update")
 

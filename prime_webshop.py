@@ -389,15 +389,12 @@ def main():
             advantages = prime_advantages(batch.outcomes, batch.group, rewards, token_traj)  # [K]
             process_adv = advantages - outcome_adv[batch.token_step]  # [K]
             advantages = advantages - args.invalid_penalty * batch.invalid[batch.token_step]
-            counts = torch.bincount(batch.token_step)  # [S]
-            step_adv = sum_per_step(advantages, batch) / counts  # [S] their mean, for the log
         else:
             credited = batch  # each step has one
             parts = batch.outcomes, batch.group, step_rewards, batch.step_traj
             advantages = istar_code_advantages(*parts)  # [S]
             process_adv = advantages - outcome_adv  # [S]
             advantages = advantages - args.invalid_penalty * batch.invalid
-            step_adv = advantages
         spread = {"process_std": process_adv.std().item(), "outcome_std": outcome_adv.std().item()}
         run.log("prm", spread)
 
@@ -406,6 +403,9 @@ def main():
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
         if args.engine_correction:
             advantages = advantages * engine_weights(credited, old_logprobs, args)
+        step_adv = advantages  # [S]
+        if args.variant == "prime":  # the mean of a step's tokens, for the log
+            step_adv = sum_per_step(advantages, batch) / torch.bincount(batch.token_step)  # [S]
         run.log("policy", policy_update(policy, credited, old_logprobs, advantages, args))
         run.lap("update")
 

@@ -274,6 +274,13 @@ def test_ppo_runs_its_published_layout(tmp_path):
     assert rows(tmp_path)[1]["policy/grad_norm"] > 0
 
 
+def test_of_returns_that_do_not_vary_nothing_is_explained(tmp_path):
+    flags = "--engine hf --iterations 1 --tasks-per-iteration 2 --group-size 2 --eval-tasks 1"
+    flags += " --eval-samples 1 --eval-every 9 --max-steps 1 --invalid-penalty 0 --run-name it"
+    run_main("ppo_webshop", *flags.split(), cwd=tmp_path)  # nobody buys in the first step
+    assert rows(tmp_path)[1]["critic/explained_variance"] is None
+
+
 # ------------ where choices are made ------------
 
 

@@ -697,6 +697,9 @@ def test_all_of_a_critic_that_trains_is_float32(tmp_path):
     critic = load("ppo_webshop").add_value_head(str(tmp_path), 4, dtype=torch.bfloat16)
     assert {p.dtype for p in critic.parameters() if p.requires_grad} == {torch.float32}
     assert critic.get_input_embeddings().weight.dtype == torch.bfloat16
+    copy = load("ppo_webshop").add_value_head(str(tmp_path), 0, dtype=torch.bfloat16)
+    given = random_model(0).get_input_embeddings().weight
+    assert torch.equal(copy.get_input_embeddings().weight, given)  # not rounded
 
 
 def plain_values(model, trajectories):
