@@ -79,7 +79,7 @@ SEEING_CHATML = CHATML.replace(
     "<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
 )
-HELD_OUT = 256  # the last training tasks: never demonstrated, they tell when to stop
+HELD_OUT = 256  # the last training tasks tell when to stop; in Sokoban others have their rooms too
 PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 
 
@@ -129,7 +129,7 @@ class Args:
     max_action_tokens: Count = 16  # An answer is cut after so many tokens.
     max_context_tokens: Count = 1024
     """An episode of more tokens is truncated; a new model has so many positions."""
-    history: Natural = 0  # A step sees so many past turns; 0 is all of them.
+    history: Natural = 0  # Past turns that a step sees in evaluations; 0, and demonstrations: all.
     temperature: Positive = 1.0  # Log-probabilities are taken at this temperature.
     seed: Seed = 1  # Demonstrations, initialisation and order are drawn from this seed.
 
@@ -463,8 +463,7 @@ def main():
     parts = f"{len(tokenizer)} tokens in the vocabulary, {len(trajectories)} episodes"
     print(f"{env.name}: {size:.2f} M parameters, {parts}")
 
-    held_out, order, success = list(env.train_tasks[-HELD_OUT:]), iter(()), 0.0
-    begin = time.time()
+    held_out, order, begin = list(env.train_tasks[-HELD_OUT:]), iter(()), time.time()
     for number in tqdm(range(1, args.max_updates + 1), "updates", disable=None):
         chosen = list(islice(order, args.batch_size))
         if len(chosen) < args.batch_size:
@@ -476,7 +475,8 @@ def main():
         optimizer.param_groups[0]["lr"] = rate
         loss = update(policy, [trajectories[i] for i in chosen], args)
 
-        if number >= args.min_updates and number % args.eval_every == 0:
+        due = number >= args.min_updates and number % args.eval_every == 0
+        if due or number == args.max_updates:
             torch.manual_seed(args.seed + number)
             row = evaluate(held_out, "held out")
             success, score = row["eval/success"], row["eval/score"]
