@@ -33,25 +33,28 @@ def times_as_long(world: str, iterations: int) -> float:
     return minutes(ours) / minutes(theirs)
 
 
+def curves_of(command: str) -> list[list[float]]:
+    """The scores of each run's evaluations."""
+    return [[each["score"] for each in row["evaluations"]] for row in rows_of(command)]
+
+
 def deepest_fall(command: str) -> float:
     """By how much an evaluation of a run was lower than an earlier one, at most."""
     falls = [0.0]
-    for row in rows_of(command):
-        scores = [each["score"] for each in row["evaluations"]]
+    for scores in curves_of(command):
         falls += [max(scores[:k]) - scores[k] for k in range(1, len(scores))]
     return max(falls)
 
 
 def fallen(command: str) -> tuple[float, float]:
     """(the height after ten iterations, the end) of the run that fell deepest from there."""
-    curves = [[each["score"] for each in row["evaluations"]] for row in rows_of(command)]
-    return min(((curve[1], curve[-1]) for curve in curves), key=lambda ends: ends[1] - ends[0])
+    ends = ((curve[1], curve[-1]) for curve in curves_of(command))
+    return min(ends, key=lambda ends: ends[1] - ends[0])
 
 
 def below_the_highest(command: str) -> float:
     """By how much a run's last evaluation was lower than its highest, at most."""
-    curves = [[each["score"] for each in row["evaluations"]] for row in rows_of(command)]
-    return max(max(curve) - curve[-1] for curve in curves)
+    return max(max(curve) - curve[-1] for curve in curves_of(command))
 
 
 def success_of(table: str, iteration: int) -> dict[tuple[str, int], float]:
