@@ -354,7 +354,7 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
 # go when the studies that replace them have run.
 
 RESULTS = evidence.ROWS.parent
-CURVES = ("longer", "sokoban-long", "visual-sokoban")
+CURVES = ("longer", "visual-sokoban")
 
 
 def cells_of(text) -> list[list[str]]:
