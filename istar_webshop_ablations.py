@@ -424,7 +424,13 @@ def main():
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         pairs = preference_pairs(batch.outcomes, batch.group)
         units = by_token(batch) if per_token else batch  # U = K tokens, or S steps, have a reward
-        rewards = score_steps(prm, units, old_logprobs, args)  # [U] before it learns from them
+        if source == "ground-truth":
+            rewards = torch.tensor([s.game_reward for t in trajectories for s in t.steps])  # [S]
+        elif source == "progress":
+            initial_logprobs = batch_logprobs(initial, batch, args)  # [K]
+            rewards = score_steps(finished, batch, initial_logprobs, args)  # [S]
+        else:
+            rewards = score_steps(prm, units, old_logprobs, args)  # [U] before it learns from them
         step_reward = sum_per_step(rewards, batch) if per_token else rewards  # [S]
         run.log("prm", pair_statistics(step_reward, batch, pairs))  # pair_accuracy: of new pairs
 
@@ -436,12 +442,6 @@ def main():
             past_pairs = preference_pairs(past.outcomes, past.group)
             run.log("prm", prm_update(prm, past, past_logprobs, past_pairs, args))
         run.log("prm", prm.optimizer_stats())
-        if source == "ground-truth":
-            game_rewards = [step.game_reward for t in trajectories for step in t.steps]
-            rewards = step_reward = torch.tensor(game_rewards)  # [S]
-        if source == "progress":
-            initial_logprobs = batch_logprobs(initial, batch, args)  # [K]
-            rewards = step_reward = score_steps(finished, batch, initial_logprobs, args)  # [S]
         run.lap("prm")
 
         # ------------ 4. Advantages: A = A^E + alpha * A^S ------------
@@ -483,7 +483,8 @@ def main():
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        terms = step_reward, means[1], means[0], old_logprobs, run.initial_logprobs(policy, batch)
+        before = run.initial_logprobs(policy, batch) if source == "implicit" else None  # [K]
+        terms = step_reward, means[1], means[0], old_logprobs, before
         run.log("prm", prm_statistics(batch, pairs, credited, *terms, args, alpha))
         run.log_episodes("train", trajectories)
         if run.evaluates(iteration):

@@ -62,9 +62,12 @@ def played(home, name, *flags, script=SCRIPT):
     nothing."""
     short = [*small(script), "--tasks-per-iteration", 6, "--iterations", 2, "--eval-tasks", 1]
     run_main(script, *short, "--engine", "hf", "--run-name", name, *flags, cwd=home)
+    return rows(home / "runs" / name), episodes_of(home, name, iteration=2)
+
+
+def episodes_of(home, name, iteration):
     lines = (home / "runs" / name / "episodes.jsonl").read_text().splitlines()
-    episodes = [json.loads(line) for line in lines]
-    return rows(home / "runs" / name), [e for e in episodes if e["iteration"] == 2]
+    return [e for e in map(json.loads, lines) if e["iteration"] == iteration]
 
 
 def steps_of(episodes, key):
@@ -78,6 +81,30 @@ def steps_of(episodes, key):
 def outcomes_of(episodes):
     """{task: the outcomes of its group}."""
     return {e["task"]: [f["outcome"] for f in episodes if f["task"] == e["task"]] for e in episodes}
+
+
+def ranked_right(episodes, key):
+    """Share of the pairs whose better episode has the larger sum over the steps that both have."""
+    right = []
+    for winner in episodes:
+        for loser in episodes:
+            if winner["task"] == loser["task"] and winner["outcome"] > loser["outcome"]:
+                steps = zip(winner["steps"], loser["steps"])
+                margin = sum(ours[key] - theirs[key] for ours, theirs in steps)
+                right.append((np.sign(margin) + 1) / 2)
+    return mean(right)
+
+
+def is_ranked_by_the_reward_in_use(home, name, key):
+    """What the log says of step rewards is of those in use, and it does not name phi's."""
+    ranked = []
+    for row in rows(home / "runs" / name)[1:]:
+        assert not any("phi_init" in column or "old_init" in column for column in row)
+        if row["prm/pairs"]:
+            episodes = episodes_of(home, name, row["iteration"])
+            assert row["prm/pair_accuracy"] == pytest.approx(ranked_right(episodes, key), abs=1e-4)
+            ranked.append(row["prm/pair_accuracy"])
+    assert any(share != 0.5 for share in ranked)  # that of a PRM that has learnt nothing
 
 
 def test_ground_truth_is_the_worlds_own_reward(home):
@@ -103,6 +130,7 @@ def test_ground_truth_is_the_worlds_own_reward(home):
         np.testing.assert_allclose(values, expected, atol=1e-4)
     assert all("prm/loss" not in row for row in table)  # no PRM learns
     assert table[1]["prm/pairs"] and all(row["prm/alpha"] == 1 for row in table[1:])
+    is_ranked_by_the_reward_in_use(home, "ground-truth", "ground_truth_reward")
 
 
 def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
@@ -133,6 +161,7 @@ def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
     assert expected.abs().max() > 1e-2
     assert any(any(values) for values in steps_of(episodes, "step_advantage").values())
     assert all("prm/loss" not in row for row in table)  # no PRM learns
+    is_ranked_by_the_reward_in_use(home, "progress", "progress_reward")
 
 
 @pytest.mark.parametrize("over", ("turn", "batch"))
