@@ -44,7 +44,7 @@ from sweeps.run import Job, Runner, half_width
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"
 MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
-UNFOLDED = 6  # lines of a table of every two that the page shows without a click
+UNFOLDED = 6  # lines of a comparison that the page shows without a click
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Stored with an evaluation: the mean over the iterations since the one before.
 LOGGED = {
@@ -335,6 +335,10 @@ class Runs(NamedTuple):
         """The last evaluation of each run, [S]."""
         return [row["evaluations"][-1]["score"] for row in self.rows]
 
+    def logged(self, key: str) -> list[list[float]]:
+        """What each run's evaluations have of a key of LOGGED, [S] of as many as have it."""
+        return [[e[key] for e in row["evaluations"] if key in e] for row in self.rows]
+
     def areas(self) -> list[float]:
         """The mean height of each run's curve over its iterations, [S]."""
         return [area(row["evaluations"]) for row in self.rows]
@@ -476,21 +480,26 @@ def folded(title: str, told: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{told}\n\n</details>"
 
 
-def grid(told: str, title: str) -> str:
-    """A column of a table as one of its own: a line for each alpha, a column for each beta, both 1
-    by default. Rows that are not iStar's, or have no PRM, are left out."""
+def alpha_and_beta(command: str) -> tuple[float, float]:
+    """An iStar's alpha and beta, both 1 by default."""
+    given = dict(re.findall(r"--(alpha|beta) (\S+)", command))
+    return float(given.get("alpha", 1)), float(given.get("beta", 1))
+
+
+def grid(told: str, title: str, name: str = "") -> str:
+    """A column of a table as one of its own, under another name: a line for each alpha, a column
+    for each beta. Rows that are not iStar's, or have no PRM, are left out."""
     titles, _, *lines = (
         [c.strip(" `") for c in line.split("|")[1:-1]] for line in told.split("\n")
     )
     cells = {}
     for line in lines:
-        given = dict(re.findall(r"--(alpha|beta) (\S+)", line[0]))
-        alpha, beta = (float(given.get(flag, 1)) for flag in ("alpha", "beta"))
+        alpha, beta = alpha_and_beta(line[0])
         if line[0].startswith("istar") and alpha and beta:
             cells[alpha, beta] = line[titles.index(title)]
     alphas, betas = (sorted({*values}) for values in zip(*cells))
     rows = [[f"{a:g}", *(cells.get((a, b), "–") for b in betas)] for a in alphas]
-    return table([f"{title}: alpha", *(f"beta {beta:g}" for beta in betas)], rows)
+    return table([f"{name or title}: alpha", *(f"beta {beta:g}" for beta in betas)], rows)
 
 
 def cost_table(found: list[Runs], level: float) -> str:
@@ -510,10 +519,13 @@ COSTS = ("iterations", "episodes", "million tokens", "TFLOP", "minutes")
 
 
 def comparison_table(found: list[Runs]) -> str:
-    """Every two commands: the probability that the first is better, and by how much. A long table
-    is folded up."""
+    """Every two commands, or where they are many each with the first: the probability that A is
+    better, and by how much."""
+    pairs = combinations(found, 2)
+    if len(found) > MOST:
+        pairs = ((runs, found[0]) for runs in found[1:])
     lines = []
-    for one, other in combinations(found, 2):
+    for one, other in pairs:
         better = probability_of_improvement(one.scores(), other.scores())
         ours, theirs = ({row["seed"]: row["after"] for row in runs.rows} for runs in (one, other))
         seeds = sorted(ours.keys() & theirs.keys())
@@ -523,8 +535,7 @@ def comparison_table(found: list[Runs]) -> str:
             gaps.append([ours[seed][task] - theirs[seed][task] for task in tasks])
         told = over_tasks(gaps) if gaps else "–"
         lines.append([f"`{one.label}`", f"`{other.label}`", f"{better:.2f}", told])
-    told = table(["A", "B", "P(A better)", "A - B"], lines)
-    return folded("Every two of them", told) if len(lines) > UNFOLDED else told
+    return table(["A", "B", "P(A better)", "A - B"], lines)
 
 
 def logged_table(found: list[Runs]) -> str:
@@ -533,7 +544,7 @@ def logged_table(found: list[Runs]) -> str:
     lines = []
     for runs in found:
         for key, title in LOGGED.items():
-            curves = [[e[key] for e in row["evaluations"] if key in e] for row in runs.rows]
+            curves = runs.logged(key)
             if min(map(len, curves)) > 1:
                 later = [statistics.mean(curve[1:]) for curve in curves]
                 cells = [f"`{runs.label}`", title]
@@ -606,16 +617,23 @@ def section(name: str, rows: list[dict]) -> str:
         return f"No run of {command} is stored yet.\n"
     if name.startswith("tuning-"):
         return "\n\n".join(filter(None, [command, tuning_table(found), logged_table(found)])) + "\n"
-    parts = [command, final_table(found)]
+    parts, compared = [command, final_table(found)], ""
+    if len(found) > 1 and len(study.seeds) > 1:
+        compared = comparison_table(found)
     if "alpha-beta" in name:
         parts[1:] = [grid(parts[1], "after: mean"), folded("All commands", parts[1])]
+        if len(found) > MOST:  # each is compared with the first
+            parts.insert(2, grid(compared, "A - B", "more than alpha 0"))
     if study.level is not None:
         parts.append(cost_table(found, study.level))
-    if 1 < len(found) <= MOST and len(study.seeds) > 1:
-        parts.append(comparison_table(found))
+    if compared.count("\n") - 1 > UNFOLDED:
+        title = "Every two of them" if len(found) <= MOST else "Each with the first"
+        parts.append(folded(title, compared))
+    elif compared:
+        parts.append(compared)
     if told := logged_table(found):
         parts.append(told)
-    if pictured(name, found):
+    if draws(name, found):
         parts.append(f"![Curves of {name}](../benchmarks/results/evidence-{name}.png)")
     return "\n\n".join(parts) + "\n"
 
@@ -635,8 +653,13 @@ def page(text: str, rows: list[dict]) -> str:
     return SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
 
 
-def pictured(name: str, found: list[Runs]) -> bool:
-    return len(found) <= MOST and not name.startswith("tuning-")
+def draws(name: str, found: list[Runs]):
+    """What draws a study's picture; None where it has none."""
+    if name.startswith("tuning-"):
+        return None
+    if len(found) <= MOST:
+        return picture
+    return grid_picture if "alpha-beta" in name else None
 
 
 def picture(found: list[Runs], path: Path) -> None:
@@ -672,6 +695,45 @@ def picture(found: list[Runs], path: Path) -> None:
     plt.close(figure)
 
 
+def grid_picture(found: list[Runs], path: Path) -> None:
+    """The score after training, and the new pairs ranked right behind the first evaluation, against
+    alpha: a line for each beta, with 95 % intervals; a band is the command without a PRM."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines: dict[float, dict[float, Runs]] = {}  # beta: alpha: runs
+    for runs in found:
+        alpha, beta = alpha_and_beta(runs.command)
+        lines.setdefault(beta, {})[alpha] = runs
+    figure, (score, ranked) = plt.subplots(1, 2, figsize=(11, 4))
+    for number, (beta, cells) in enumerate(sorted(lines.items())):
+        if not beta:
+            mean, half = interval(cells[0.0].panel("after"))
+            score.axhline(mean, color="grey", label="alpha 0, no PRM")
+            score.axhspan(mean - half, mean + half, color="grey", alpha=0.15)
+            continue
+        x = [alpha * 1.04**number for alpha in sorted(cells)]  # beside each other
+        scores = [interval(cells[alpha].panel("after")) for alpha in sorted(cells)]
+        shares = []
+        for alpha in sorted(cells):
+            curves = cells[alpha].logged("prm/pair_accuracy")
+            of_seeds = [statistics.mean(curve[1:]) for curve in curves]
+            shares.append((statistics.mean(of_seeds), half_width(of_seeds)))
+        for axis, values in ((score, scores), (ranked, shares)):
+            axis.errorbar(x, *zip(*values), marker="o", capsize=3, label=f"beta {beta:g}")
+    for axis, label in ((score, "score on the panel"), (ranked, LOGGED["prm/pair_accuracy"])):
+        axis.set(xscale="log", xlabel="alpha", ylabel=label)
+        alphas = sorted({alpha for cells in lines.values() for alpha in cells if alpha})
+        axis.set_xticks(alphas, map(str, alphas))
+        axis.minorticks_off()
+    score.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -697,8 +759,8 @@ def main() -> None:
         for name, study in STUDIES.items():
             if found := runs_of(study, rows):
                 print(f"{name}\n\n{section(name, rows)}")
-                if pictured(name, found):
-                    picture(found, ROWS.with_name(f"evidence-{name}.png"))
+                if draw := draws(name, found):
+                    draw(found, ROWS.with_name(f"evidence-{name}.png"))
         for name in CROSSINGS:
             credit.write_results(name, crossings(name))
     else:

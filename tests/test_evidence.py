@@ -255,10 +255,8 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     known = "new pairs ranked right | 0.150 (0.150 to 0.150) | 0.350 (0.350 to 0.350) | 0.35, 0.35"
     assert known in told and "credit share" not in told
     assert "![Curves of one]" in told and "| A | B |" in told
-    monkeypatch.setattr(evidence, "MOST", 1)  # of too many commands neither
-    assert "![" not in evidence.section("one", rows) and "| A |" not in evidence.section(
-        "one", rows
-    )
+    monkeypatch.setattr(evidence, "MOST", 1)  # too many to be drawn
+    assert "![" not in evidence.section("one", rows)
     two = ["a.py --x 1 --y 2", "a.py --x 1 --y 3 --no-z"]
     assert evidence.labels(two) == ["a.py --y 2", "a.py --y 3 --no-z"]
     figures = []
@@ -270,6 +268,46 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert known.get_ylabel() == "new pairs ranked right"
     assert known.lines[0].get_xydata().tolist() == [[2, 0.15], [4, 0.35]]  # minutes
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
+
+
+def test_many_alphas_and_betas_are_drawn_as_a_grid_and_each_is_compared_with_the_first(
+    study, tmp_path, monkeypatch
+):
+    study(0, 0.25)
+    low, high = evidence.runs_of(evidence.STUDIES["one"], rows_in(tmp_path))
+    commands = [
+        f"istar_x.py{flags}" for flags in (" --alpha 0 --beta 0", " --beta 3", " --alpha 3")
+    ]
+    found = [
+        runs._replace(command=command, label=command)
+        for runs, command in zip((low, high, high), commands)
+    ]
+    for row in high.rows:
+        row["after"] = {task: score - 0.25 for task, score in row["after"].items()}
+    assert evidence.draws("alpha-beta-x", found) is evidence.picture
+    monkeypatch.setattr(evidence, "MOST", 2)
+    assert evidence.draws("alpha-beta-x", found) is evidence.grid_picture
+    assert evidence.draws("x", found) is None
+    assert evidence.draws("tuning-alpha-beta-x", found[:1]) is None
+    compared = evidence.comparison_table(found)
+    less = f"| `{commands[0]}` | 0.50 | -0.250 (-0.250 to -0.250) |"
+    assert compared.split("\n")[2:] == [f"| `{one}` {less}" for one in commands[1:]]
+    monkeypatch.setitem(evidence.STUDIES, "alpha-beta-x", evidence.STUDIES["one"])
+    monkeypatch.setattr(evidence, "runs_of", lambda *_: found)
+    told = evidence.section("alpha-beta-x", [])
+    assert "| more than alpha 0: alpha | beta 1 | beta 3 |" in told and "![Curves" in told
+    assert "| 1 | – | -0.250 (-0.250 to -0.250) |" in told
+
+    figures = []
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
+    evidence.grid_picture(found, tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 10_000
+    score, ranked = figures[0].axes
+    drawn = [bars[0].get_ydata().tolist() for bars in score.containers]
+    assert drawn == [[0.75], [0.75]] and score.lines[0].get_ydata() == [1.0, 1.0]
+    shares = [bars[0].get_ydata().tolist() for bars in ranked.containers]
+    assert shares == [[pytest.approx(0.6)]] * 2  # of high, behind the first evaluation
+    assert [label.get_text() for label in score.get_xticklabels()] == ["1.0", "3.0"]
 
 
 def test_tuning_tells_the_best_of_a_script_and_its_default(study, tmp_path):
