@@ -427,8 +427,7 @@ def main():
         if source == "ground-truth":
             rewards = torch.tensor([s.game_reward for t in trajectories for s in t.steps])  # [S]
         elif source == "progress":
-            initial_logprobs = batch_logprobs(initial, batch, args)  # [K]
-            rewards = score_steps(finished, batch, initial_logprobs, args)  # [S]
+            rewards = score_steps(finished, batch, batch_logprobs(initial, batch, args), args)
         else:
             rewards = score_steps(prm, units, old_logprobs, args)  # [U] before it learns from them
         step_reward = sum_per_step(rewards, batch) if per_token else rewards  # [S]
