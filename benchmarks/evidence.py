@@ -413,11 +413,15 @@ def between(mean: float, half: float | None, digits: int = 3) -> str:
     return f"{told} ({mean - half:.{digits}f} to {mean + half:.{digits}f})"
 
 
-def over_tasks(scores: list[list[float]]) -> str:
-    """The mean of scores [S, T] with its interval, which needs two seeds and two tasks."""
+def estimate(scores: list[list[float]]) -> tuple[float, float | None]:
+    """The mean of scores [S, T] and half of its interval, which needs two seeds and two tasks."""
     if len(scores) > 1 and len(scores[0]) > 1:
-        return between(*interval(scores))
-    return between(statistics.mean(map(statistics.mean, scores)), None)
+        return interval(scores)
+    return statistics.mean(map(statistics.mean, scores)), None
+
+
+def over_tasks(scores: list[list[float]]) -> str:
+    return between(*estimate(scores))
 
 
 def final_table(found: list[Runs]) -> str:
@@ -704,28 +708,30 @@ def grid_picture(found: list[Runs], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     lines: dict[float, dict[float, Runs]] = {}  # beta: alpha: runs
-    for runs in found:
+    for runs in sorted(found, key=lambda runs: alpha_and_beta(runs.command)):
         alpha, beta = alpha_and_beta(runs.command)
         lines.setdefault(beta, {})[alpha] = runs
     figure, (score, ranked) = plt.subplots(1, 2, figsize=(11, 4))
+    for runs in lines.pop(0.0, {}).values():
+        mean, half = estimate(runs.panel("after"))
+        score.axhline(mean, color="grey", label="alpha 0, no PRM")
+        score.axhspan(mean - (half or 0), mean + (half or 0), color="grey", alpha=0.15)
+
     for number, (beta, cells) in enumerate(sorted(lines.items())):
-        if not beta:
-            mean, half = interval(cells[0.0].panel("after"))
-            score.axhline(mean, color="grey", label="alpha 0, no PRM")
-            score.axhspan(mean - half, mean + half, color="grey", alpha=0.15)
-            continue
-        x = [alpha * 1.04**number for alpha in sorted(cells)]  # beside each other
-        scores = [interval(cells[alpha].panel("after")) for alpha in sorted(cells)]
+        x = [alpha * 1.04**number for alpha in cells]  # beside each other
+        scores = [estimate(runs.panel("after")) for runs in cells.values()]
         shares = []
-        for alpha in sorted(cells):
-            curves = cells[alpha].logged("prm/pair_accuracy")
-            of_seeds = [statistics.mean(curve[1:]) for curve in curves]
-            shares.append((statistics.mean(of_seeds), half_width(of_seeds)))
+        for runs in cells.values():
+            later = [statistics.mean(curve[1:]) for curve in runs.logged("prm/pair_accuracy")]
+            shares.append((statistics.mean(later), half_width(later)))
         for axis, values in ((score, scores), (ranked, shares)):
-            axis.errorbar(x, *zip(*values), marker="o", capsize=3, label=f"beta {beta:g}")
+            means, halves = zip(*values)
+            halves = [half or 0 for half in halves]  # one seed has no interval
+            axis.errorbar(x, means, halves, marker="o", capsize=3, label=f"beta {beta:g}")
+
+    alphas = sorted({alpha for cells in lines.values() for alpha in cells})
     for axis, label in ((score, "score on the panel"), (ranked, LOGGED["prm/pair_accuracy"])):
         axis.set(xscale="log", xlabel="alpha", ylabel=label)
-        alphas = sorted({alpha for cells in lines.values() for alpha in cells if alpha})
         axis.set_xticks(alphas, map(str, alphas))
         axis.minorticks_off()
     score.legend(fontsize=8)

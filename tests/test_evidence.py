@@ -308,6 +308,10 @@ def test_many_alphas_and_betas_are_drawn_as_a_grid_and_each_is_compared_with_the
     shares = [bars[0].get_ydata().tolist() for bars in ranked.containers]
     assert shares == [[pytest.approx(0.6)]] * 2  # of high, behind the first evaluation
     assert [label.get_text() for label in score.get_xticklabels()] == ["1.0", "3.0"]
+    single = [runs._replace(rows=runs.rows[:1]) for runs in found]  # a study that has only begun
+    evidence.grid_picture(single, tmp_path / "grid.png")
+    drawn = [bars[0].get_ydata().tolist() for bars in figures[1].axes[0].containers]
+    assert drawn == [[0.75], [0.75]]
 
 
 def test_tuning_tells_the_best_of_a_script_and_its_default(study, tmp_path):
