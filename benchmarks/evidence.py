@@ -32,6 +32,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.figure import Figure
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -638,7 +640,7 @@ def section(name: str, rows: list[dict]) -> str:
     if told := logged_table(found):
         parts.append(told)
     if draws(name, found):
-        parts.append(f"![Curves of {name}](../benchmarks/results/evidence-{name}.png)")
+        parts.append(f"![Score of {name}](../benchmarks/results/evidence-{name}.png)")
     return "\n\n".join(parts) + "\n"
 
 
@@ -666,20 +668,16 @@ def draws(name: str, found: list[Runs]):
     return grid_picture if "alpha-beta" in name else None
 
 
-def picture(found: list[Runs], path: Path) -> None:
+def picture(found: list[Runs]) -> Figure:
     """The score against iterations and minutes, and what PRM and critic knew against minutes: a
     line for the mean of the seeds, a band from the lowest to the highest."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     evaluations = [e for runs in found for row in runs.rows for e in row["evaluations"]]
     known = [key for key in LOGGED if any(key in e for e in evaluations)]
     rows = [["score iteration"] * 3 + ["score minutes"] * 3]
     if known:
         rows.append([f"{key} minutes" for key in known for _ in range(6 // len(known))])
-    figure, axes = plt.subplot_mosaic(rows, figsize=(11, 4 * len(rows)))
+    figure = Figure(figsize=(11, 4 * len(rows)))
+    axes = figure.subplot_mosaic(rows)
     for number, runs in enumerate(found):
         style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":")[number // 10 % 3])
         for panel, axis in axes.items():
@@ -695,23 +693,18 @@ def picture(found: list[Runs], path: Path) -> None:
     axes["score minutes"].sharey(axes["score iteration"])
     axes["score iteration"].legend(fontsize=6)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
-def grid_picture(found: list[Runs], path: Path) -> None:
+def grid_picture(found: list[Runs]) -> Figure:
     """The score after training, and the new pairs ranked right behind the first evaluation, against
     alpha: a line for each beta, with 95 % intervals; a band is the command without a PRM."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     lines: dict[float, dict[float, Runs]] = {}  # beta: alpha: runs
     for runs in sorted(found, key=lambda runs: alpha_and_beta(runs.command)):
         alpha, beta = alpha_and_beta(runs.command)
         lines.setdefault(beta, {})[alpha] = runs
-    figure, (score, ranked) = plt.subplots(1, 2, figsize=(11, 4))
+    figure = Figure(figsize=(11, 4))
+    score, ranked = figure.subplots(1, 2)
     for runs in lines.pop(0.0, {}).values():
         mean, half = estimate(runs.panel("after"))
         score.axhline(mean, color="grey", label="alpha 0, no PRM")
@@ -736,8 +729,7 @@ def grid_picture(found: list[Runs], path: Path) -> None:
         axis.minorticks_off()
     score.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure
 
 
 def main() -> None:
@@ -766,7 +758,7 @@ def main() -> None:
             if found := runs_of(study, rows):
                 print(f"{name}\n\n{section(name, rows)}")
                 if draw := draws(name, found):
-                    draw(found, ROWS.with_name(f"evidence-{name}.png"))
+                    draw(found).savefig(ROWS.with_name(f"evidence-{name}.png"), dpi=110)
         for name in CROSSINGS:
             credit.write_results(name, crossings(name))
     else:

@@ -254,16 +254,12 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert evidence.reached(low.rows[0], 1.5) is None
     known = "new pairs ranked right | 0.150 (0.150 to 0.150) | 0.350 (0.350 to 0.350) | 0.35, 0.35"
     assert known in told and "credit share" not in told
-    assert "![Curves of one]" in told and "| A | B |" in told
+    assert "![Score of one]" in told and "| A | B |" in told
     monkeypatch.setattr(evidence, "MOST", 1)  # too many to be drawn
     assert "![" not in evidence.section("one", rows)
     two = ["a.py --x 1 --y 2", "a.py --x 1 --y 3 --no-z"]
     assert evidence.labels(two) == ["a.py --y 2", "a.py --y 3 --no-z"]
-    figures = []
-    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
-    evidence.picture([low, high], tmp_path / "one.png")
-    assert (tmp_path / "one.png").stat().st_size > 10_000
-    *scores, known = figures[0].axes
+    *scores, known = evidence.picture([low, high]).axes
     assert [axis.get_ylabel() for axis in scores] == ["score on the panel"] * 2
     assert known.get_ylabel() == "new pairs ranked right"
     assert known.lines[0].get_xydata().tolist() == [[2, 0.15], [4, 0.35]]  # minutes
@@ -295,22 +291,18 @@ def test_many_alphas_and_betas_are_drawn_as_a_grid_and_each_is_compared_with_the
     monkeypatch.setitem(evidence.STUDIES, "alpha-beta-x", evidence.STUDIES["one"])
     monkeypatch.setattr(evidence, "runs_of", lambda *_: found)
     told = evidence.section("alpha-beta-x", [])
-    assert "| more than alpha 0: alpha | beta 1 | beta 3 |" in told and "![Curves" in told
+    assert "| more than alpha 0: alpha | beta 1 | beta 3 |" in told and "![Score" in told
     assert "| 1 | – | -0.250 (-0.250 to -0.250) |" in told
 
-    figures = []
-    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
-    evidence.grid_picture(found, tmp_path / "grid.png")
-    assert (tmp_path / "grid.png").stat().st_size > 10_000
-    score, ranked = figures[0].axes
+    score, ranked = evidence.grid_picture(found).axes
     drawn = [bars[0].get_ydata().tolist() for bars in score.containers]
     assert drawn == [[0.75], [0.75]] and score.lines[0].get_ydata() == [1.0, 1.0]
     shares = [bars[0].get_ydata().tolist() for bars in ranked.containers]
     assert shares == [[pytest.approx(0.6)]] * 2  # of high, behind the first evaluation
     assert [label.get_text() for label in score.get_xticklabels()] == ["1.0", "3.0"]
     single = [runs._replace(rows=runs.rows[:1]) for runs in found]  # a study that has only begun
-    evidence.grid_picture(single, tmp_path / "grid.png")
-    drawn = [bars[0].get_ydata().tolist() for bars in figures[1].axes[0].containers]
+    score, _ = evidence.grid_picture(single).axes
+    drawn = [bars[0].get_ydata().tolist() for bars in score.containers]
     assert drawn == [[0.75], [0.75]]
 
 
@@ -383,6 +375,21 @@ def test_a_number_that_no_row_supports_is_seen(study, tmp_path):
         evidence.page("A page without marks.\n", rows)
     with pytest.raises(SystemExit, match="evidence: other: no such study"):
         evidence.page(mark + mark.replace("one", "other"), rows)
+
+
+def test_table_makes_the_page_and_the_pictures_and_says_them(study, tmp_path, monkeypatch, capsys):
+    study(0, 0.25)
+    page = tmp_path / "results.md"
+    page.write_text("Words.\n\n<!-- evidence: one -->\n<!-- end -->\n")
+    monkeypatch.setattr(evidence, "ROWS", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(evidence, "PAGE", page)
+    monkeypatch.setattr(evidence, "CROSSINGS", {})
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "--table"])
+    evidence.main()
+    table = evidence.section("one", rows_in(tmp_path))
+    assert table in page.read_text() and table in capsys.readouterr().out
+    made = (tmp_path / "evidence-one.png").read_bytes()
+    assert made.startswith(b"\x89PNG") and len(made) > 10_000
 
 
 def test_what_cannot_be_asked_is_refused(monkeypatch):
