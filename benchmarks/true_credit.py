@@ -1,0 +1,332 @@
+"""What is the credit of a finished run of iStar worth? The true advantage of steps, by playing on.
+
+    python istar_webshop.py --run-name webshop
+    python benchmarks/true_credit.py runs/webshop             # 5 minutes on one core
+
+The run's last policy plays a group of episodes for each of --tasks training tasks. From the state
+before every step of a group that has a pair the same policy plays on to the end, --plays times: the
+mean outcome is the state's value V, and the true advantage of a step is V(next state) - V(state),
+at the end r_o - V(state). (These worlds are deterministic, and a state is what the policy has
+read.) Against it are held A^E; A^S by the run's last PRM; their sum as the run weighs it; and the
+sum with the weight, of WEIGHTS, that follows the truth best on these very steps, so a little less
+well on others. A correlation is Pearson's over the credited steps; the mean of so many plays is not
+exact, which makes all of them smaller by the same factor, the root of the reliability that is told.
+The 95 % intervals are a bootstrap over the tasks.
+
+"Centred" are r_phi less their expectation over the answers that pi_old gives in the same state:
+    E log pi_phi(a|o) - log pi_old(a|o) = -KL(pi_old(.|o) || pi_phi(.|o)),
+token by token. What r_phi has beyond that depends on the state alone, and credits no action.
+
+The run: istar_sokoban.py or istar_webshop.py, with a PRM that is a full copy. Written:
+benchmarks/results/true-credit-WORLD.md.
+"""
+
+import argparse
+import random
+import re
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.throughput import load_script
+from runtime.files import read_json, rows_of
+
+import torch
+
+WORLDS = {"sokoban": "Sokoban", "webshop": "WebShop"}
+WEIGHTS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+SIDE_BY_SIDE = 2048  # episodes that are played on at once
+RESAMPLES = 1000  # of the bootstrap
+
+
+class State(NamedTuple):
+    """Where an episode stands before a step."""
+
+    task: int
+    tokens: tuple[int, ...]  # o_1:t, all that the policy has read
+    actions: tuple[str, ...]  # the answers that led here
+
+
+class Midway:
+    """The world and the chat that a script's rollout asks for, of episodes that begin in `states`:
+    their task is the state's number."""
+
+    processor = None
+
+    def __init__(self, env, chat, states: list[State]):
+        self.env, self.states = env, states
+        self.response, self.observation = chat.response, chat.observation
+
+    def reset(self, number: int):
+        state = self.states[number]
+        episode = self.env.reset(state.task)
+        for action in state.actions:
+            episode.step(action)
+        episode.prompt = str(number)  # in place of its words: prompt() knows the tokens
+        return episode
+
+    def prompt(self, number: str, picture=None) -> list[int]:
+        return list(self.states[int(number)].tokens)
+
+
+def states_of(trajectory) -> list[State]:
+    """The states before each step of a trajectory whose turns are one sequence (--history 0)."""
+    texts = [step.action for step in trajectory.steps]
+    starts = map(trajectory.step_ids.index, range(len(texts)))
+    return [
+        State(trajectory.task, tuple(trajectory.token_ids[:start]), tuple(texts[:number]))
+        for number, start in enumerate(starts)
+    ]
+
+
+def outcomes_from(states: list[State], env, engine, chat, script, args, plays: int, temperature):
+    """The outcomes of playing on from each state, [states, plays]."""
+    midway, outcomes = Midway(env, chat, states), []
+    most = max(1, SIDE_BY_SIDE // plays)
+    for first in tqdm(range(0, len(states), most), "playing on", disable=None):
+        numbers = range(first, min(first + most, len(states)))
+        tasks = [number for number in numbers for _ in range(plays)]
+        played = script.rollout(midway, engine, midway, tasks, args, temperature, "episodes")
+        outcomes += [t.outcome for t in played]
+    return torch.tensor(outcomes).reshape(len(states), plays)
+
+
+def true_advantages(trajectories: list, play_on) -> tuple[torch.Tensor, torch.Tensor]:
+    """(V(next) - V, the variance that few plays leave in it) of the steps of these trajectories,
+    [S] each. play_on(states) gives outcomes [states, plays]; equal states are asked once."""
+    walks = [states_of(t) for t in trajectories]
+    number_of = {state: n for n, state in enumerate(dict.fromkeys(s for w in walks for s in w))}
+    outcomes = play_on([*number_of])  # [states, plays]
+    values = outcomes.mean(1)
+    errors = outcomes.var(1) / outcomes.shape[1]
+
+    advantages, noise = [], []
+    for trajectory, walk in zip(trajectories, walks):
+        at = [number_of[state] for state in walk]
+        along = torch.cat([values[at], torch.tensor([float(trajectory.outcome)])])  # [T+1]
+        error = torch.cat([errors[at], torch.zeros(1)])  # an outcome is exact
+        advantages.append(along[1:] - along[:-1])
+        noise.append(error[1:] + error[:-1])
+    return torch.cat(advantages), torch.cat(noise)
+
+
+@torch.no_grad()
+def divergences(policy, prm, batch, args) -> torch.Tensor:
+    """KL(pi_old || pi_phi) at each action token, [K]: minus the mean of log pi_phi - log pi_old
+    over what pi_old could have sampled there."""
+    from runtime.batching import micro_batches
+    from runtime.networks import plain
+
+    kl = torch.zeros(len(batch.token_step))
+    for micro in micro_batches(policy, batch, args):
+        is_action = micro.steps[:, 1:] >= 0  # [B, T-1]
+        logprobs = []
+        for network in (policy, prm):
+            hidden = network.hidden(micro.ids)[:, :-1][is_action]  # [k, H]
+            logits = plain(network.model).get_output_embeddings()(hidden) / args.temperature
+            logprobs.append(logits.log_softmax(-1))
+        old, phi = logprobs  # [k, vocabulary]
+        kl[micro.tokens] = (old.exp() * (old - phi)).sum(-1)
+    return kl
+
+
+def correlation(x, y, weights) -> float:
+    """Pearson's of x and y, [S], each step counting as often as its weight [S] says."""
+    weights = weights / weights.sum()
+    x, y = x - weights @ x, y - weights @ y
+    return ((weights @ (x * y)) / ((weights @ x**2) * (weights @ y**2)).sqrt()).item()
+
+
+def over_tasks(measure, task) -> str:
+    """measure(weights [S]) of all steps, with its interval; task [S]: what the bootstrap draws."""
+    tasks, place = task.unique(return_inverse=True)
+    draws = torch.Generator().manual_seed(1)
+    drawn = torch.randint(len(tasks), (RESAMPLES, len(tasks)), generator=draws)
+    counts = [torch.bincount(row, minlength=len(tasks)).double()[place] for row in drawn]
+    resampled = torch.tensor([measure(weights) for weights in counts])
+    low, high = resampled.double().quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    middle = measure(torch.ones(len(task)).double())
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def flags_of_run(run: Path, script) -> list[str]:
+    """The words of the run's flags, as far as they are not the script's defaults."""
+    from runtime.flags import flags_of
+
+    defaults, saved = flags_of(script.Args()), read_json(run / "args.json")
+    others = {"runs_dir", "run_name", "resume", "override", "engine_url", "processes", "track"}
+    return [
+        f"--{name}={value}"
+        for name, value in saved.items()
+        if name not in others and value != defaults.get(name)
+    ]
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("run", type=Path, help="Directory of a finished run of istar_sokoban or istar_webshop.")
+    add("--tasks", type=int, default=48, help="Training tasks that are played, a group each.")
+    add("--plays", type=int, default=16, help="Episodes from each state; two or more.")
+    add("--seed", type=int, default=7, help="Seed of the tasks and of all sampling.")
+    add("--out", type=Path, default=ROOT / "benchmarks/results", help="Directory of the table.")
+    given = parser.parse_args()
+    if not (given.run / "prm" / "config.json").exists():
+        sys.exit(f"{given.run}: no finished run of iStar with a PRM that is a full copy")
+    start = read_json(given.run / "run.json")["starts"][0]
+    world = start["script"].removeprefix("istar_")
+    if world not in WORLDS:
+        sys.exit(
+            f"{given.run}: {start['script']}; what is measured here is istar_sokoban.py's or "
+            "istar_webshop.py's credit"
+        )
+    if given.plays < 2 or given.tasks < 1:
+        sys.exit("--plays has to be 2 or more, and --tasks 1 or more")
+    script = load_script(start["script"])
+    words = flags_of_run(given.run, script)
+
+    from runtime.batching import batch_logprobs
+    from runtime.chat import Chat
+    from runtime.engines import HfEngine, VllmEngine
+    from runtime.flags import parse
+    from runtime.networks import Network, trainable
+    from runtime.statistics import mean, ranked_right
+
+    from torch.optim import AdamW
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    sys.argv = [start["script"], "--seed", str(given.seed), *words]
+    args = parse(script.Args, "")
+    if args.history:
+        sys.exit(f"{given.run}: --history {args.history}; a state is measured as one sequence")
+    env = getattr(script, WORLDS[world]).from_args(args)
+    random.seed(given.seed)
+    torch.manual_seed(given.seed)
+    began = time.time()
+
+    # ------------ The run's policy and PRM play a group for each task ------------
+    tokenizer = AutoTokenizer.from_pretrained(given.run / "policy")
+    stops = [tokenizer.eos_token_id]
+    chat = Chat(tokenizer, stops)
+    networks = []
+    for name in ("policy", "prm"):
+        model = AutoModelForCausalLM.from_pretrained(given.run / name)
+        networks.append(Network(name, model, AdamW(trainable(model), 0.0)))
+    policy, prm = networks
+    hf = args.run_args.engine == "hf" or not find_spec("vllm")
+    engine = (HfEngine if hf else VllmEngine)(str(given.run / "policy"), stops, args)
+    engine.load(policy.model)
+
+    tasks = sorted(random.sample(env.train_tasks, given.tasks) * args.group_size)
+    played = script.rollout(env, engine, chat, tasks, args, args.temperature, "rollout")
+    paired = {played[n].task for pair in pairs_of(script, played, args) for n in pair}
+    played = [t for t in played if t.task in paired]
+    if not played:
+        sys.exit(f"--tasks {given.tasks}: no group has a pair; more tasks may have one")
+    batch, pairs = script.flatten(played), pairs_of(script, played, args)
+    old_logprobs = batch_logprobs(policy, batch, args)  # [K]
+    rewards = script.score_steps(prm, batch, old_logprobs, args)  # [S]
+    of_tokens = divergences(policy, prm, batch, args)  # [K]
+    centred = rewards + args.beta * script.sum_per_step(of_tokens, batch)  # [S]
+
+    # ------------ What their steps were worth ------------
+    def play_on(states):
+        how = args, given.plays, args.temperature
+        return outcomes_from(states, env, engine, chat, script, *how)
+
+    truth, noise = true_advantages(played, play_on)  # [S] each
+    credited = ~batch.invalid | args.credit_invalid  # [S]
+    task = batch.group[batch.step_traj]  # [S]
+
+    def standardised(rewards):
+        advantages = torch.zeros_like(rewards)
+        advantages[credited] = script.step_advantages(rewards[credited], task[credited])
+        return advantages
+
+    # As in the loop, but for the penalty: the truth has none.
+    episode_adv = script.episode_advantages(args.estimator, batch, batch.invalid, 0.0)  # [S]
+    step_adv, centred_adv = standardised(rewards), standardised(centred)  # [S] each
+    alphas = [
+        row["prm/alpha"] for row in rows_of(given.run / "metrics.jsonl") if "prm/alpha" in row
+    ]
+
+    ones = torch.ones(int(credited.sum())).double()
+    follows = truth[credited].double()
+
+    def row_of(name: str, credit) -> str:
+        one, other = credit[credited].double(), episode_adv[credited].double()
+        told = over_tasks(lambda weights: correlation(one, follows, weights), task[credited])
+        if credit is episode_adv:
+            return f"| {name} | {told} | |"
+
+        def more(weights):
+            return correlation(one, follows, weights) - correlation(other, follows, weights)
+
+        return f"| {name} | {told} | {over_tasks(more, task[credited])} |"
+
+    def best_of(name: str, step_adv) -> str:
+        sums = {weight: episode_adv + weight * step_adv for weight in WEIGHTS}
+        weight = max(WEIGHTS, key=lambda w: correlation(sums[w][credited].double(), follows, ones))
+        return row_of(f"A^E + {weight:g} {name}, the best weight", sums[weight])
+
+    weighed = f"A^E + {alphas[-1]:.2f} A^S, as the run weighs it"
+    lines = [
+        row_of("A^E", episode_adv),
+        row_of("A^S", step_adv),
+        row_of(weighed, episode_adv + alphas[-1] * step_adv),
+        best_of("A^S", step_adv),
+        row_of("A^S of centred rewards", centred_adv),
+        best_of("A^S of centred rewards", centred_adv),
+    ]
+    reliability = 1 - noise[credited].mean() / truth[credited].var()
+    right = [mean(ranked_right(values, batch, pairs)) for values in (rewards, centred)]
+    turns = torch.cat([torch.arange(len(t.steps)) for t in played])  # [S]
+    kl = script.sum_per_step(of_tokens, batch)  # [S]
+    of_turns = []
+    for turn in range(int(turns.max()) + 1):
+        these = credited & (turns == turn)
+        if these.sum() > 1:
+            spread = (truth[these].var() - noise[these].mean()).clamp(min=0).sqrt()
+            numbers = [step_adv[these].mean(), centred_adv[these].mean(), kl[these].mean(), spread]
+            cells = [f"{number:.2f}" for number in numbers]
+            of_turns.append(f"| {turn + 1} | {int(these.sum())} | {' | '.join(cells)} |")
+
+    command = re.sub(r"^.*?(istar_\w+\.py)", r"\1", start["command"])
+    command = re.sub(r" --(runs-dir|run-name|resume)[= ]\S+", "", command)
+    told, by_turn = "\n".join(lines), "\n".join(of_turns)
+    how = f"--tasks {given.tasks} --plays {given.plays} --seed {given.seed}"
+    how = f"python benchmarks/true_credit.py runs/NAME {how}"
+    text = f"""`python {command}`, then `{how}`: {int(credited.sum())} steps of {len(paired)} tasks,
+{time.time() - began:.0f} s. The reliability of the true advantages is {reliability:.2f}.
+
+Of {len(pairs)} pairs r_phi ranks {right[0]:.3f} right, and centred {right[1]:.3f}.
+
+| credit | correlation with the true advantage | more than that of A^E |
+|---|---|---|
+{told}
+
+| turn | steps | mean A^S | mean A^S of centred rewards | mean KL | true spread |
+|---|---|---|---|---|---|
+{by_turn}
+"""
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / f"true-credit-{world}.md").write_text(text)
+    print(text, end="")
+
+
+def pairs_of(script, trajectories: list, args) -> list[tuple[int, int]]:
+    batch = script.flatten(trajectories)
+    margins = args.pair_margin, args.pair_threshold
+    return script.preference_pairs(batch.outcomes, batch.group, *margins)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""benchmarks/true_credit.py: what steps were worth, by playing on from the states before them."""
+
+import random
+import sys
+
+from benchmarks import true_credit
+from runtime.chat import Chat
+from runtime.engines import HfEngine
+
+import pytest
+import torch
+from conftest import TINY, load, network, random_model, random_trajectories, run_main, settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SCRIPT = load("istar_sokoban")
+FLAGS = "--engine hf --iterations 2 --tasks-per-iteration 4 --eval-tasks 1 --eval-samples 1".split()
+
+
+@pytest.fixture(scope="module")
+def play():
+    """play(world, chat, tasks, temperature): the tiny policy's episodes of Sokoban."""
+    args = settings(max_action_tokens=16, max_context_tokens=1024)
+    engine = HfEngine("", [AutoTokenizer.from_pretrained(TINY).eos_token_id], args)
+    engine.load(AutoModelForCausalLM.from_pretrained(TINY))
+    return lambda env, chat, tasks, heat: SCRIPT.rollout(env, engine, chat, tasks, args, heat, "")
+
+
+@pytest.fixture(scope="module")
+def chat():
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    return Chat(tokenizer, [tokenizer.eos_token_id])
+
+
+def test_who_plays_on_greedily_ends_as_the_episode_did(play, chat):
+    """The state before every step is entered again to the token: at temperature 0 the rest is the
+    same, so that no step was better or worse than the policy."""
+    env = SCRIPT.Sokoban()
+    played = play(env, chat, env.train_tasks[:8], 0.0)
+    assert {t.outcome for t in played} == {0.0, 1.0}
+
+    def play_on(states):
+        midway = true_credit.Midway(env, chat, states)
+        again = play(midway, midway, [*range(len(states))], 0.0)
+        return torch.tensor([[t.outcome] * 2 for t in again])
+
+    truth, noise = true_credit.true_advantages(played, play_on)
+    assert len(truth) == sum(len(t.steps) for t in played)
+    assert not truth.any() and not noise.any()
+
+
+def test_advantages_go_from_value_to_value_and_on_to_the_outcome():
+    """Two episodes of one task that part after their first step: V is 0.5 before it, and then 0.75
+    and 0.25; equal states are asked once."""
+    steps = [SCRIPT.Step("", action, True) for action in ("same", "one", "other")]
+    won = SCRIPT.Trajectory(3, [7, 8, 9], [-1, 0, 1], 1.0, steps[:2])
+    lost = SCRIPT.Trajectory(3, [7, 8, 5, 6], [-1, 0, -1, 1], 0.0, [steps[0], steps[2]])
+    asked = []
+
+    def play_on(states):
+        asked.extend(states)
+        return torch.tensor([[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
+
+    truth, noise = true_credit.true_advantages([won, lost], play_on)
+    assert truth.tolist() == [0.25, 0.25, -0.25, -0.25]
+    assert [(s.task, s.tokens, s.actions) for s in asked] == [
+        (3, (7,), ()),
+        (3, (7, 8), ("same",)),
+        (3, (7, 8, 5), ("same",)),
+    ]
+    variances = [1 / 3 / 4, 1 / 4 / 4, 1 / 4 / 4]  # of the means of four plays
+    first, second = variances[0] + variances[1], variances[1]
+    assert noise.tolist() == pytest.approx([first, second, first, second])
+
+
+def test_centred_rewards_have_no_mean_over_what_could_have_been_said():
+    """At every action token: the sum over the vocabulary of pi_old (log phi - log pi_old), the
+    temperature and all, is minus the divergence."""
+    batch = SCRIPT.flatten(random_trajectories(SCRIPT))
+    policy, phi = random_model(0), random_model(1)
+    args = settings(temperature=0.7)
+    kl = true_credit.divergences(network(policy), network(phi), batch, args)
+    assert (kl > 0.01).all()
+    for sequence in batch.sequences[:4]:
+        with torch.no_grad():
+            logits = [m(sequence.ids[None]).logits[0, :-1] / 0.7 for m in (policy, phi)]
+        old, new = (x[sequence.steps[1:] >= 0].log_softmax(-1) for x in logits)
+        expected = (old.exp() * (new - old)).sum(-1)
+        torch.testing.assert_close(kl[sequence.tokens], -expected, atol=1e-5, rtol=1e-5)
+    same = true_credit.divergences(network(policy), network(policy), batch, args)
+    assert same.abs().max() < 1e-6
+
+
+def test_a_weight_is_how_often_a_step_counts():
+    x, y, often = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2.0, 1.0, 3.0]), [2, 1, 3]
+    weights = torch.tensor(often)
+    repeated = torch.stack([x, y]).repeat_interleave(weights, 1)
+    told = true_credit.correlation(x.double(), y.double(), weights.double())
+    assert told == pytest.approx(torch.corrcoef(repeated)[0, 1].item())
+
+
+def test_the_interval_is_over_tasks():
+    """Steps of one task that all are alike count once: 200 tasks, whatever their lengths."""
+    torch.manual_seed(0)
+    of_tasks = torch.randn(200)
+    task = torch.arange(200).repeat_interleave(torch.randint(1, 4, (200,)))
+
+    def mean(weights):
+        return (weights @ of_tasks[task].double() / weights.sum()).item()
+
+    middle, low, _, high = true_credit.over_tasks(mean, task).replace("(", "").strip(")").split()
+    assert float(low) < float(middle) < float(high)
+    half = 1.96 / 200**0.5
+    assert float(high) - float(low) == pytest.approx(2 * half, rel=0.25)
+
+
+def test_the_table_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_main("istar_sokoban", *FLAGS, "--alpha", "0.3", "--run-name", "it", cwd=tmp_path)
+
+    def measure(*words):
+        monkeypatch.setattr(sys, "argv", ["true_credit.py", *words, "--out", str(tmp_path)])
+        random.seed(0)
+        true_credit.main()
+        return capsys.readouterr().out
+
+    told = measure("runs/it", "--tasks", "3", "--plays", "2")
+    assert told == (tmp_path / "true-credit-sokoban.md").read_text()
+    assert "`python istar_sokoban.py --engine hf --iterations 2" in told and "--alpha 0.3`" in told
+    lines = [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| A^")]
+    assert lines[:2] == ["| A^E", "| A^S"] and len(lines) == 6
+    assert told.count("\n| 1 | ") == 1 and "pairs r_phi ranks" in told
+
+    with pytest.raises(SystemExit, match="--plays has to be 2 or more"):
+        measure("runs/it", "--plays", "1")
+    with pytest.raises(SystemExit, match="runs/none: no finished run of iStar"):
+        measure("runs/none")
+    saved = tmp_path / "runs/it/args.json"
+    saved.write_text(saved.read_text().replace('"history": 0', '"history": 2'))
+    with pytest.raises(SystemExit, match="--history 2"):
+        measure("runs/it")
