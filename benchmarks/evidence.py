@@ -32,8 +32,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -668,9 +666,11 @@ def draws(name: str, found: list[Runs]):
     return grid_picture if "alpha-beta" in name else None
 
 
-def picture(found: list[Runs]) -> Figure:
+def picture(found: list[Runs]):
     """The score against iterations and minutes, and what PRM and critic knew against minutes: a
     line for the mean of the seeds, a band from the lowest to the highest."""
+    from matplotlib.figure import Figure
+
     evaluations = [e for runs in found for row in runs.rows for e in row["evaluations"]]
     known = [key for key in LOGGED if any(key in e for e in evaluations)]
     rows = [["score iteration"] * 3 + ["score minutes"] * 3]
@@ -696,9 +696,11 @@ def picture(found: list[Runs]) -> Figure:
     return figure
 
 
-def grid_picture(found: list[Runs]) -> Figure:
+def grid_picture(found: list[Runs]):
     """The score after training, and the new pairs ranked right behind the first evaluation, against
     alpha: a line for each beta, with 95 % intervals; a band is the command without a PRM."""
+    from matplotlib.figure import Figure
+
     lines: dict[float, dict[float, Runs]] = {}  # beta: alpha: runs
     for runs in sorted(found, key=lambda runs: alpha_and_beta(runs.command)):
         alpha, beta = alpha_and_beta(runs.command)

@@ -86,14 +86,14 @@ def states_of(trajectory) -> list[State]:
     ]
 
 
-def outcomes_from(states: list[State], env, engine, chat, script, args, plays: int, temperature):
+def outcomes_from(states: list[State], env, engine, chat, script, args, plays: int):
     """The outcomes of playing on from each state, [states, plays]."""
     midway, outcomes = Midway(env, chat, states), []
     most = max(1, SIDE_BY_SIDE // plays)
     for first in tqdm(range(0, len(states), most), "playing on", disable=None):
         numbers = range(first, min(first + most, len(states)))
         tasks = [number for number in numbers for _ in range(plays)]
-        played = script.rollout(midway, engine, midway, tasks, args, temperature, "episodes")
+        played = script.rollout(midway, engine, midway, tasks, args, args.temperature, "episodes")
         outcomes += [t.outcome for t in played]
     return torch.tensor(outcomes).reshape(len(states), plays)
 
@@ -137,23 +137,82 @@ def divergences(policy, prm, batch, args) -> torch.Tensor:
     return kl
 
 
-def correlation(x, y, weights) -> float:
-    """Pearson's of x and y, [S], each step counting as often as its weight [S] says."""
-    weights = weights / weights.sum()
-    x, y = x - weights @ x, y - weights @ y
-    return ((weights @ (x * y)) / ((weights @ x**2) * (weights @ y**2)).sqrt()).item()
+def correlation(x, y, weights) -> torch.Tensor:
+    """Pearson's of x and y, [S], each step counting as often as its weight says; [R] of weights
+    [R, S]."""
+    weights = weights / weights.sum(1, keepdim=True)
+    x, y = x - (weights @ x)[:, None], y - (weights @ y)[:, None]  # [R, S]
+    return (weights * x * y).sum(1) / ((weights * x**2).sum(1) * (weights * y**2).sum(1)).sqrt()
 
 
-def over_tasks(measure, task) -> str:
-    """measure(weights [S]) of all steps, with its interval; task [S]: what the bootstrap draws."""
+def counts_of(task: torch.Tensor) -> torch.Tensor:
+    """How often a step counts, [1 + RESAMPLES, S]: once, and as often as each resample of the
+    bootstrap draws its task; task [S]."""
     tasks, place = task.unique(return_inverse=True)
     draws = torch.Generator().manual_seed(1)
     drawn = torch.randint(len(tasks), (RESAMPLES, len(tasks)), generator=draws)
-    counts = [torch.bincount(row, minlength=len(tasks)).double()[place] for row in drawn]
-    resampled = torch.tensor([measure(weights) for weights in counts])
-    low, high = resampled.double().quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    middle = measure(torch.ones(len(task)).double())
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    drawn = torch.stack([torch.bincount(row, minlength=len(tasks)) for row in drawn])
+    return torch.cat([torch.ones(1, len(task)), drawn[:, place]]).double()
+
+
+def told(values: torch.Tensor) -> str:
+    """A number with its interval, from [1 + RESAMPLES] of counts_of."""
+    low, high = values[1:].quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    return f"{values[0]:.3f} ({low:.3f} to {high:.3f})"
+
+
+def credit_table(episode_adv, step_adv, centred_adv, alpha: float, truth, task) -> str:
+    """How each credit follows the truth, of the credited steps, [S] each; alpha: the run's."""
+    counts = counts_of(task)
+
+    def follows(credit):
+        return correlation(credit.double(), truth.double(), counts)
+
+    def row_of(name: str, credit) -> str:
+        measured = follows(credit)
+        return f"| {name} | {told(measured)} | {told(measured - of_episodes)} |"
+
+    def best_of(name: str, step_adv) -> str:
+        sums = {weight: episode_adv + weight * step_adv for weight in WEIGHTS}
+        once = counts[:1]
+        best = max(WEIGHTS, key=lambda w: correlation(sums[w].double(), truth.double(), once))
+        return row_of(f"A^E + {best:g} {name}, the best weight", sums[best])
+
+    of_episodes = follows(episode_adv)
+    weighed = f"A^E + {alpha:.2f} A^S, as the run weighs it"
+    lines = [
+        "| credit | correlation with the true advantage | more than that of A^E |",
+        "|---|---|---|",
+        f"| A^E | {told(of_episodes)} | |",
+        row_of("A^S", step_adv),
+        row_of(weighed, episode_adv + alpha * step_adv),
+        best_of("A^S", step_adv),
+        row_of("A^S of centred rewards", centred_adv),
+        best_of("A^S of centred rewards", centred_adv),
+    ]
+    return "\n".join(lines)
+
+
+def turn_table(turns, step_adv, centred_adv, kl, truth, noise) -> str:
+    """What the credited steps of each turn have, [S] each."""
+    lines = [
+        "| turn | steps | mean A^S | mean A^S of centred rewards | mean KL | true spread |",
+        "|---|---|---|---|---|---|",
+    ]
+    for turn in turns.unique().tolist():
+        these = turns == turn
+        if these.sum() > 1:
+            spread = (truth[these].var() - noise[these].mean()).clamp(min=0).sqrt()
+            numbers = [step_adv[these].mean(), centred_adv[these].mean(), kl[these].mean(), spread]
+            cells = [f"{number:.2f}" for number in numbers]
+            lines.append(f"| {turn + 1} | {int(these.sum())} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def pairs_of(script, batch, args) -> list[tuple[int, int]]:
+    """The preference pairs of a batch, by the run's own flags."""
+    margins = args.pair_margin, args.pair_threshold
+    return script.preference_pairs(batch.outcomes, batch.group, *margins)
 
 
 def flags_of_run(run: Path, script) -> list[str]:
@@ -161,7 +220,16 @@ def flags_of_run(run: Path, script) -> list[str]:
     from runtime.flags import flags_of
 
     defaults, saved = flags_of(script.Args()), read_json(run / "args.json")
-    others = {"runs_dir", "run_name", "resume", "override", "engine_url", "processes", "track"}
+    others = {
+        "runs_dir",
+        "run_name",
+        "resume",
+        "override",
+        "engine_url",
+        "processes",
+        "track",
+        "seed",
+    }
     return [
         f"--{name}={value}"
         for name, value in saved.items()
@@ -207,6 +275,8 @@ def main():
     args = parse(script.Args, "")
     if args.history:
         sys.exit(f"{given.run}: --history {args.history}; a state is measured as one sequence")
+    if not args.beta:
+        sys.exit(f"{given.run}: --beta 0; the rewards of such a run are all 0")
     env = getattr(script, WORLDS[world]).from_args(args)
     random.seed(given.seed)
     torch.manual_seed(given.seed)
@@ -227,11 +297,12 @@ def main():
 
     tasks = sorted(random.sample(env.train_tasks, given.tasks) * args.group_size)
     played = script.rollout(env, engine, chat, tasks, args, args.temperature, "rollout")
-    paired = {played[n].task for pair in pairs_of(script, played, args) for n in pair}
+    paired = {played[n].task for n, _ in pairs_of(script, script.flatten(played), args)}
     played = [t for t in played if t.task in paired]
     if not played:
         sys.exit(f"--tasks {given.tasks}: no group has a pair; more tasks may have one")
-    batch, pairs = script.flatten(played), pairs_of(script, played, args)
+    batch = script.flatten(played)
+    pairs = pairs_of(script, batch, args)
     old_logprobs = batch_logprobs(policy, batch, args)  # [K]
     rewards = script.score_steps(prm, batch, old_logprobs, args)  # [S]
     of_tokens = divergences(policy, prm, batch, args)  # [K]
@@ -239,8 +310,7 @@ def main():
 
     # ------------ What their steps were worth ------------
     def play_on(states):
-        how = args, given.plays, args.temperature
-        return outcomes_from(states, env, engine, chat, script, *how)
+        return outcomes_from(states, env, engine, chat, script, args, given.plays)
 
     truth, noise = true_advantages(played, play_on)  # [S] each
     credited = ~batch.invalid | args.credit_invalid  # [S]
@@ -254,54 +324,21 @@ def main():
     # As in the loop, but for the penalty: the truth has none.
     episode_adv = script.episode_advantages(args.estimator, batch, batch.invalid, 0.0)  # [S]
     step_adv, centred_adv = standardised(rewards), standardised(centred)  # [S] each
-    alphas = [
+    alpha = [
         row["prm/alpha"] for row in rows_of(given.run / "metrics.jsonl") if "prm/alpha" in row
-    ]
-
-    ones = torch.ones(int(credited.sum())).double()
-    follows = truth[credited].double()
-
-    def row_of(name: str, credit) -> str:
-        one, other = credit[credited].double(), episode_adv[credited].double()
-        told = over_tasks(lambda weights: correlation(one, follows, weights), task[credited])
-        if credit is episode_adv:
-            return f"| {name} | {told} | |"
-
-        def more(weights):
-            return correlation(one, follows, weights) - correlation(other, follows, weights)
-
-        return f"| {name} | {told} | {over_tasks(more, task[credited])} |"
-
-    def best_of(name: str, step_adv) -> str:
-        sums = {weight: episode_adv + weight * step_adv for weight in WEIGHTS}
-        weight = max(WEIGHTS, key=lambda w: correlation(sums[w][credited].double(), follows, ones))
-        return row_of(f"A^E + {weight:g} {name}, the best weight", sums[weight])
-
-    weighed = f"A^E + {alphas[-1]:.2f} A^S, as the run weighs it"
-    lines = [
-        row_of("A^E", episode_adv),
-        row_of("A^S", step_adv),
-        row_of(weighed, episode_adv + alphas[-1] * step_adv),
-        best_of("A^S", step_adv),
-        row_of("A^S of centred rewards", centred_adv),
-        best_of("A^S of centred rewards", centred_adv),
-    ]
-    reliability = 1 - noise[credited].mean() / truth[credited].var()
-    right = [mean(ranked_right(values, batch, pairs)) for values in (rewards, centred)]
-    turns = torch.cat([torch.arange(len(t.steps)) for t in played])  # [S]
+    ][-1]
     kl = script.sum_per_step(of_tokens, batch)  # [S]
-    of_turns = []
-    for turn in range(int(turns.max()) + 1):
-        these = credited & (turns == turn)
-        if these.sum() > 1:
-            spread = (truth[these].var() - noise[these].mean()).clamp(min=0).sqrt()
-            numbers = [step_adv[these].mean(), centred_adv[these].mean(), kl[these].mean(), spread]
-            cells = [f"{number:.2f}" for number in numbers]
-            of_turns.append(f"| {turn + 1} | {int(these.sum())} | {' | '.join(cells)} |")
+    turns = torch.cat([torch.arange(len(t.steps)) for t in played])  # [S]
+    right = [mean(ranked_right(values, batch, pairs)) for values in (rewards, centred)]
+
+    everything = episode_adv, step_adv, centred_adv, kl, turns, task, truth, noise
+    episode_adv, step_adv, centred_adv, kl, turns, task, truth, noise = (
+        values[credited] for values in everything
+    )
+    reliability = 1 - noise.mean() / truth.var()
 
     command = re.sub(r"^.*?(istar_\w+\.py)", r"\1", start["command"])
     command = re.sub(r" --(runs-dir|run-name|resume)[= ]\S+", "", command)
-    told, by_turn = "\n".join(lines), "\n".join(of_turns)
     how = f"--tasks {given.tasks} --plays {given.plays} --seed {given.seed}"
     how = f"python benchmarks/true_credit.py runs/NAME {how}"
     text = f"""`python {command}`, then `{how}`: {int(credited.sum())} steps of {len(paired)} tasks,
@@ -309,23 +346,13 @@ def main():
 
 Of {len(pairs)} pairs r_phi ranks {right[0]:.3f} right, and centred {right[1]:.3f}.
 
-| credit | correlation with the true advantage | more than that of A^E |
-|---|---|---|
-{told}
+{credit_table(episode_adv, step_adv, centred_adv, alpha, truth, task)}
 
-| turn | steps | mean A^S | mean A^S of centred rewards | mean KL | true spread |
-|---|---|---|---|---|---|
-{by_turn}
+{turn_table(turns, step_adv, centred_adv, kl, truth, noise)}
 """
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / f"true-credit-{world}.md").write_text(text)
     print(text, end="")
-
-
-def pairs_of(script, trajectories: list, args) -> list[tuple[int, int]]:
-    batch = script.flatten(trajectories)
-    margins = args.pair_margin, args.pair_threshold
-    return script.preference_pairs(batch.outcomes, batch.group, *margins)
 
 
 if __name__ == "__main__":

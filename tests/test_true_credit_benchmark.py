@@ -1,6 +1,6 @@
 """benchmarks/true_credit.py: what steps were worth, by playing on from the states before them."""
 
-import random
+import json
 import sys
 
 from benchmarks import true_credit
@@ -94,8 +94,8 @@ def test_a_weight_is_how_often_a_step_counts():
     x, y, often = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2.0, 1.0, 3.0]), [2, 1, 3]
     weights = torch.tensor(often)
     repeated = torch.stack([x, y]).repeat_interleave(weights, 1)
-    told = true_credit.correlation(x.double(), y.double(), weights.double())
-    assert told == pytest.approx(torch.corrcoef(repeated)[0, 1].item())
+    told = true_credit.correlation(x.double(), y.double(), weights.double()[None])
+    assert told.item() == pytest.approx(torch.corrcoef(repeated)[0, 1].item())
 
 
 def test_the_interval_is_over_tasks():
@@ -104,10 +104,9 @@ def test_the_interval_is_over_tasks():
     of_tasks = torch.randn(200)
     task = torch.arange(200).repeat_interleave(torch.randint(1, 4, (200,)))
 
-    def mean(weights):
-        return (weights @ of_tasks[task].double() / weights.sum()).item()
-
-    middle, low, _, high = true_credit.over_tasks(mean, task).replace("(", "").strip(")").split()
+    counts = true_credit.counts_of(task)
+    means = counts @ of_tasks[task].double() / counts.sum(1)
+    middle, low, _, high = true_credit.told(means).replace("(", "").strip(")").split()
     assert float(low) < float(middle) < float(high)
     half = 1.96 / 200**0.5
     assert float(high) - float(low) == pytest.approx(2 * half, rel=0.25)
@@ -119,7 +118,6 @@ def test_the_table_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
 
     def measure(*words):
         monkeypatch.setattr(sys, "argv", ["true_credit.py", *words, "--out", str(tmp_path)])
-        random.seed(0)
         true_credit.main()
         return capsys.readouterr().out
 
@@ -135,6 +133,10 @@ def test_the_table_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="runs/none: no finished run of iStar"):
         measure("runs/none")
     saved = tmp_path / "runs/it/args.json"
-    saved.write_text(saved.read_text().replace('"history": 0', '"history": 2'))
+    flags = json.loads(saved.read_text())
+    saved.write_text(json.dumps(flags | {"history": 2}))
     with pytest.raises(SystemExit, match="--history 2"):
+        measure("runs/it")
+    saved.write_text(json.dumps(flags | {"beta": 0}))
+    with pytest.raises(SystemExit, match="--beta 0"):
         measure("runs/it")
