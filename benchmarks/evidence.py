@@ -65,6 +65,8 @@ CROSSINGS = {
     "credit-normalisation": SHORT_TABLE,
     "credit-progress": ("row", "seeds", "success at", "more than", "of the way", "A^S"),
 }
+TRUE_CREDIT = ["run", "pairs ranked right", "centred", "A^E", "A^S"]  # of true-credit.jsonl
+TRUE_CREDIT += ["A = A^E + alpha A^S", "A less A^E", "alpha", "best alpha"]
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
 
 
@@ -560,6 +562,28 @@ def logged_table(found: list[Runs]) -> str:
     return folded("What PRM and critic knew", told) if len(lines) > 2 * UNFOLDED else told
 
 
+def true_credit_table(rows: list[dict]) -> str:
+    """What benchmarks/true_credit.py measured: a line for each run, and one for the means of a
+    command's runs, with intervals over the seeds."""
+    commands, lines = {}, []
+    for row in rows:
+        commands.setdefault(row["command"], []).append(row)
+    for command, runs in commands.items():
+        of_runs = []
+        for row in sorted(runs, key=lambda row: row["seed"]):
+            measured = [row["credits"][name]["correlation"] for name in ("A^E", "A^S", "A")]
+            measured.append(row["credits"]["A"]["more"])
+            right = [row["ranked_right"], row["ranked_right_centred"]]
+            of_runs.append([*right, *(middle for middle, _, _ in measured)])
+            cells = [f"`{command} --seed {row['seed']}`", *(f"{share:.3f}" for share in right)]
+            cells += [f"{value:.3f} ({low:.3f} to {high:.3f})" for value, low, high in measured]
+            lines.append([*cells, f"{row['alpha']:.2f}", f"{row['best_weight']:g}"])
+        if len(runs) > 1:
+            means = [between(statistics.mean(each), half_width(each)) for each in zip(*of_runs)]
+            lines.append([f"the mean of {len(runs)}", *means, "", ""])
+    return table(TRUE_CREDIT, lines)
+
+
 def plan_table(rows: list[dict]) -> str:
     """Each study: its runs, those that are stored, and the machine time."""
     stored, lines, total = {row["name"]: row for row in rows}, [], [0, 0, 0.0, 0.0]
@@ -603,10 +627,12 @@ def expected(job: Job, rows: list[dict]) -> float:
 
 
 def section(name: str, rows: list[dict]) -> str:
-    """What stands in docs/results.md between the marks of a study, of a table of Crossings, or of
-    "plan"."""
+    """What stands in docs/results.md between the marks of a study, of a table of Crossings, of
+    "true-credit", or of "plan"."""
     if name == "plan":
         return f"{plan_table(rows)}\n"
+    if name == "true-credit":
+        return f"{true_credit_table(crossings(name))}\n"
     if name in CROSSINGS:
         told = credit.table(crossings(name), CROSSINGS[name])
         if "alpha-beta" not in name:
@@ -643,7 +669,7 @@ def section(name: str, rows: list[dict]) -> str:
 
 
 def crossings(name: str) -> list[dict]:
-    """The stored rows of a table of benchmarks/credit.py."""
+    """The stored rows of a table of benchmarks/credit.py, or of benchmarks/true_credit.py."""
     return rows_of(credit.RESULTS / f"{name}.jsonl")
 
 

@@ -17,8 +17,9 @@ The 95 % intervals are a bootstrap over the tasks.
     E log pi_phi(a|o) - log pi_old(a|o) = -KL(pi_old(.|o) || pi_phi(.|o)),
 token by token. What r_phi has beyond that depends on the state alone, and credits no action.
 
-The run: istar_sokoban.py or istar_webshop.py, with a PRM that is a full copy. Written:
-benchmarks/results/true-credit-WORLD.md.
+The run: istar_sokoban.py or istar_webshop.py, with a PRM that is a full copy. Written: a row of
+benchmarks/results/true-credit.jsonl, in place of an earlier one of the same run and flags;
+`python benchmarks/evidence.py --table` makes the table of docs/results.md of these rows.
 """
 
 import argparse
@@ -36,10 +37,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.throughput import load_script
-from runtime.files import read_json, rows_of
+from runtime.files import read_json, replace_file, rows_of, to_json
 
 import torch
 
+ROWS = ROOT / "benchmarks" / "results" / "true-credit.jsonl"
 WORLDS = {"sokoban": "Sokoban", "webshop": "WebShop"}
 WEIGHTS = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 SIDE_BY_SIDE = 2048  # episodes that are played on at once
@@ -155,58 +157,85 @@ def counts_of(task: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.ones(1, len(task)), drawn[:, place]]).double()
 
 
-def told(values: torch.Tensor) -> str:
-    """A number with its interval, from [1 + RESAMPLES] of counts_of."""
-    low, high = values[1:].quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-    return f"{values[0]:.3f} ({low:.3f} to {high:.3f})"
+def told(values: torch.Tensor) -> list[float]:
+    """A number and its interval, [middle, low, high], from [1 + RESAMPLES] of counts_of."""
+    edges = values[1:].quantile(torch.tensor([0.025, 0.975]).double())
+    return [round(value, 4) for value in (values[0].item(), *edges.tolist())]
 
 
-def credit_table(episode_adv, step_adv, centred_adv, alpha: float, truth, task) -> str:
-    """How each credit follows the truth, of the credited steps, [S] each; alpha: the run's."""
+def correlations(credits: dict[str, torch.Tensor], truth, task) -> dict[str, dict]:
+    """How each credit follows the truth, of the credited steps, [S] each: {name: its correlation,
+    and by how much it is more than that of A^E}."""
     counts = counts_of(task)
-
-    def follows(credit):
-        return correlation(credit.double(), truth.double(), counts)
-
-    def row_of(name: str, credit) -> str:
-        measured = follows(credit)
-        return f"| {name} | {told(measured)} | {told(measured - of_episodes)} |"
-
-    def best_of(name: str, step_adv) -> str:
-        sums = {weight: episode_adv + weight * step_adv for weight in WEIGHTS}
-        once = counts[:1]
-        best = max(WEIGHTS, key=lambda w: correlation(sums[w].double(), truth.double(), once))
-        return row_of(f"A^E + {best:g} {name}, the best weight", sums[best])
-
-    of_episodes = follows(episode_adv)
-    weighed = f"A^E + {alpha:.2f} A^S, as the run weighs it"
-    lines = [
-        "| credit | correlation with the true advantage | more than that of A^E |",
-        "|---|---|---|",
-        f"| A^E | {told(of_episodes)} | |",
-        row_of("A^S", step_adv),
-        row_of(weighed, episode_adv + alpha * step_adv),
-        best_of("A^S", step_adv),
-        row_of("A^S of centred rewards", centred_adv),
-        best_of("A^S of centred rewards", centred_adv),
-    ]
-    return "\n".join(lines)
+    follow = {
+        name: correlation(credit.double(), truth.double(), counts)
+        for name, credit in credits.items()
+    }
+    return {
+        name: {"correlation": told(values), "more": told(values - follow["A^E"])}
+        for name, values in follow.items()
+    }
 
 
-def turn_table(turns, step_adv, centred_adv, kl, truth, noise) -> str:
+def best_weight(episode_adv, step_adv, truth) -> float:
+    """The weight of A^S whose sum with A^E follows the truth best, of the same steps, [S] each."""
+    once = torch.ones(1, len(truth)).double()
+
+    def follows(weight):
+        return correlation((episode_adv + weight * step_adv).double(), truth.double(), once)
+
+    return max(WEIGHTS, key=follows)
+
+
+def of_turns(turns, step_adv, centred_adv, kl, truth, noise) -> list[dict]:
     """What the credited steps of each turn have, [S] each."""
-    lines = [
-        "| turn | steps | mean A^S | mean A^S of centred rewards | mean KL | true spread |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for turn in turns.unique().tolist():
         these = turns == turn
         if these.sum() > 1:
             spread = (truth[these].var() - noise[these].mean()).clamp(min=0).sqrt()
-            numbers = [step_adv[these].mean(), centred_adv[these].mean(), kl[these].mean(), spread]
-            cells = [f"{number:.2f}" for number in numbers]
-            lines.append(f"| {turn + 1} | {int(these.sum())} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            numbers = {
+                "A^S": step_adv[these].mean(),
+                "A^S centred": centred_adv[these].mean(),
+                "KL": kl[these].mean(),
+                "true spread": spread,
+            }
+            numbers = {name: round(number.item(), 4) for name, number in numbers.items()}
+            rows.append({"turn": turn + 1, "steps": int(these.sum()), **numbers})
+    return rows
+
+
+def text_of(row: dict) -> str:
+    """A row as it is read."""
+
+    def shown(values) -> str:
+        return f"{values[0]:.3f} ({values[1]:.3f} to {values[2]:.3f})"
+
+    names = {
+        "A": f"A^E + {row['alpha']:.2f} A^S, as the run weighs it",
+        "best": f"A^E + {row['best_weight']:g} A^S, the best weight",
+        "best centred": f"A^E + {row['best_weight_centred']:g} A^S centred, the best weight",
+    }
+    credits = [
+        f"| {names.get(name, name)} | {shown(each['correlation'])} | {shown(each['more'])} |"
+        for name, each in row["credits"].items()
+    ]
+    titles = [*row["turns"][0]]
+    turns = [
+        f"| {' | '.join(str(n) if isinstance(n, int) else f'{n:.2f}' for n in turn.values())} |"
+        for turn in row["turns"]
+    ]
+    heads = [
+        f"`python {row['command']} --seed {row['seed']}`, then `{row['how']}`:",
+        f"{row['steps']} steps of {row['tasks']} tasks, {row['seconds']:.0f} s. The reliability of "
+        f"the true advantages is {row['reliability']:.2f}.\n",
+        f"Of {row['pairs']} pairs r_phi ranks {row['ranked_right']:.3f} right, and centred "
+        f"{row['ranked_right_centred']:.3f}.\n",
+        "| credit | correlation with the true advantage | more than that of A^E |",
+        "|---|---|---|",
+    ]
+    columns = [f"\n| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    return "\n".join([*heads, *credits, *columns, *turns]) + "\n"
 
 
 def pairs_of(script, batch, args) -> list[tuple[int, int]]:
@@ -245,7 +274,7 @@ def main():
     add("--tasks", type=int, default=48, help="Training tasks that are played, a group each.")
     add("--plays", type=int, default=16, help="Episodes from each state; two or more.")
     add("--seed", type=int, default=7, help="Seed of the tasks and of all sampling.")
-    add("--out", type=Path, default=ROOT / "benchmarks/results", help="Directory of the table.")
+    add("--out", type=Path, default=ROWS, help="File of the rows.")
     given = parser.parse_args()
     if not (given.run / "prm" / "config.json").exists():
         sys.exit(f"{given.run}: no finished run of iStar with a PRM that is a full copy")
@@ -324,9 +353,8 @@ def main():
     # As in the loop, but for the penalty: the truth has none.
     episode_adv = script.episode_advantages(args.estimator, batch, batch.invalid, 0.0)  # [S]
     step_adv, centred_adv = standardised(rewards), standardised(centred)  # [S] each
-    alpha = [
-        row["prm/alpha"] for row in rows_of(given.run / "metrics.jsonl") if "prm/alpha" in row
-    ][-1]
+    logged = rows_of(given.run / "metrics.jsonl")
+    alpha = [row["prm/alpha"] for row in logged if "prm/alpha" in row][-1]
     kl = script.sum_per_step(of_tokens, batch)  # [S]
     turns = torch.cat([torch.arange(len(t.steps)) for t in played])  # [S]
     right = [mean(ranked_right(values, batch, pairs)) for values in (rewards, centred)]
@@ -335,24 +363,44 @@ def main():
     episode_adv, step_adv, centred_adv, kl, turns, task, truth, noise = (
         values[credited] for values in everything
     )
-    reliability = 1 - noise.mean() / truth.var()
+    weight = best_weight(episode_adv, step_adv, truth)
+    weight_centred = best_weight(episode_adv, centred_adv, truth)
+    credits = {
+        "A^E": episode_adv,
+        "A^S": step_adv,
+        "A": episode_adv + alpha * step_adv,
+        "best": episode_adv + weight * step_adv,
+        "A^S centred": centred_adv,
+        "best centred": episode_adv + weight_centred * centred_adv,
+    }
 
+    # ------------ The row ------------
     command = re.sub(r"^.*?(istar_\w+\.py)", r"\1", start["command"])
-    command = re.sub(r" --(runs-dir|run-name|resume)[= ]\S+", "", command)
-    how = f"--tasks {given.tasks} --plays {given.plays} --seed {given.seed}"
-    how = f"python benchmarks/true_credit.py runs/NAME {how}"
-    text = f"""`python {command}`, then `{how}`: {int(credited.sum())} steps of {len(paired)} tasks,
-{time.time() - began:.0f} s. The reliability of the true advantages is {reliability:.2f}.
-
-Of {len(pairs)} pairs r_phi ranks {right[0]:.3f} right, and centred {right[1]:.3f}.
-
-{credit_table(episode_adv, step_adv, centred_adv, alpha, truth, task)}
-
-{turn_table(turns, step_adv, centred_adv, kl, truth, noise)}
-"""
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"true-credit-{world}.md").write_text(text)
-    print(text, end="")
+    command = re.sub(r" --(runs-dir|run-name|resume|seed)[= ]\S+", "", command)
+    flags = f"--tasks {given.tasks} --plays {given.plays} --seed {given.seed}"
+    row = {
+        "command": command,
+        "seed": read_json(given.run / "args.json")["seed"],
+        "iteration": logged[-1]["iteration"],
+        "how": f"python benchmarks/true_credit.py runs/NAME {flags}",
+        "tasks": len(paired),
+        "steps": len(truth),
+        "seconds": round(time.time() - began),
+        "reliability": round((1 - noise.mean() / truth.var()).item(), 4),
+        "pairs": len(pairs),
+        "ranked_right": round(right[0], 4),
+        "ranked_right_centred": round(right[1], 4),
+        "alpha": round(alpha, 4),
+        "best_weight": weight,
+        "best_weight_centred": weight_centred,
+        "credits": correlations(credits, truth, task),
+        "turns": of_turns(turns, step_adv, centred_adv, kl, truth, noise),
+    }
+    which = ("command", "seed", "how")
+    others = [r for r in rows_of(given.out) if [r[key] for key in which] != [*map(row.get, which)]]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(given.out, "".join(f"{to_json(each)}\n" for each in [*others, row]))
+    print(text_of(row), end="")
 
 
 if __name__ == "__main__":

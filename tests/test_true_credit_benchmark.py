@@ -1,11 +1,13 @@
 """benchmarks/true_credit.py: what steps were worth, by playing on from the states before them."""
 
 import json
+import re
 import sys
 
-from benchmarks import true_credit
+from benchmarks import evidence, true_credit
 from runtime.chat import Chat
 from runtime.engines import HfEngine
+from runtime.files import rows_of
 
 import pytest
 import torch
@@ -106,27 +108,47 @@ def test_the_interval_is_over_tasks():
 
     counts = true_credit.counts_of(task)
     means = counts @ of_tasks[task].double() / counts.sum(1)
-    middle, low, _, high = true_credit.told(means).replace("(", "").strip(")").split()
-    assert float(low) < float(middle) < float(high)
-    half = 1.96 / 200**0.5
-    assert float(high) - float(low) == pytest.approx(2 * half, rel=0.25)
+    middle, low, high = true_credit.told(means)
+    assert low < middle < high
+    assert high - low == pytest.approx(2 * 1.96 / 200**0.5, rel=0.25)
 
 
-def test_the_table_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
+def test_the_best_weight_is_that_of_the_sum_that_follows_the_truth():
+    torch.manual_seed(0)
+    episode_adv, step_adv = torch.randn(2, 5000)
+    assert true_credit.best_weight(episode_adv, step_adv, episode_adv + 0.3 * step_adv) == 0.3
+    assert true_credit.best_weight(episode_adv, step_adv, episode_adv - 0.3 * step_adv) == 0
+    truth, task = episode_adv + 0.3 * step_adv, torch.arange(5000) % 100
+    credits = {"A^E": episode_adv, "A": truth}
+    found = true_credit.correlations(credits, truth, task)
+    assert found["A"]["correlation"] == [1, 1, 1] and found["A^E"]["more"] == [0, 0, 0]
+    more = 1 - found["A^E"]["correlation"][0]
+    assert found["A"]["more"][0] == pytest.approx(more, abs=1e-4)
+
+
+def test_the_row_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_main("istar_sokoban", *FLAGS, "--alpha", "0.3", "--run-name", "it", cwd=tmp_path)
+    rows = tmp_path / "results" / "rows.jsonl"
 
     def measure(*words):
-        monkeypatch.setattr(sys, "argv", ["true_credit.py", *words, "--out", str(tmp_path)])
+        monkeypatch.setattr(sys, "argv", ["true_credit.py", *words, "--out", str(rows)])
         true_credit.main()
         return capsys.readouterr().out
 
     told = measure("runs/it", "--tasks", "3", "--plays", "2")
-    assert told == (tmp_path / "true-credit-sokoban.md").read_text()
-    assert "`python istar_sokoban.py --engine hf --iterations 2" in told and "--alpha 0.3`" in told
+    (row,) = rows_of(rows)
+    assert told == true_credit.text_of(row)
+    assert "`python istar_sokoban.py --engine hf --iterations 2" in told and "--alpha 0.3 " in told
     lines = [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| A^")]
     assert lines[:2] == ["| A^E", "| A^S"] and len(lines) == 6
     assert told.count("\n| 1 | ") == 1 and "pairs r_phi ranks" in told
+    assert row["iteration"] == 2 and row["steps"] >= sum(turn["steps"] for turn in row["turns"])
+
+    measure("runs/it", "--tasks", "3", "--plays", "3")
+    measure("runs/it", "--tasks", "3", "--plays", "2")  # in place of the first
+    plays = [re.search(r"--plays (\d)", each["how"])[1] for each in rows_of(rows)]
+    assert plays == ["3", "2"]
 
     with pytest.raises(SystemExit, match="--plays has to be 2 or more"):
         measure("runs/it", "--plays", "1")
@@ -140,3 +162,24 @@ def test_the_table_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
     saved.write_text(json.dumps(flags | {"beta": 0}))
     with pytest.raises(SystemExit, match="--beta 0"):
         measure("runs/it")
+
+
+def test_the_table_of_the_page_has_a_line_for_each_run_and_their_means():
+    def row(command, seed, followed):
+        credits = {
+            name: {"correlation": [followed, 0.1, 0.9], "more": [-0.2, -0.3, -0.1]}
+            for name in ("A^E", "A^S", "A", "best")
+        }
+        right = {"ranked_right": 0.7, "ranked_right_centred": 0.6}
+        weights = {"alpha": 0.5, "best_weight": 0.05}
+        return {"command": command, "seed": seed, "credits": credits} | right | weights
+
+    rows = [row("it", 2, 0.4), row("other", 1, 0.5), row("it", 1, 0.2)]
+    _, _, *lines = evidence.true_credit_table(rows).split("\n")
+    followed = "0.200 (0.100 to 0.900)"
+    assert lines[0].startswith(f"| `it --seed 1` | 0.700 | 0.600 | {followed} | {followed} |")
+    assert lines[0].endswith(f"| {followed} | -0.200 (-0.300 to -0.100) | 0.50 | 0.05 |")
+    names = [line.split(" | ")[0].strip("| ") for line in lines]
+    assert names == ["`it --seed 1`", "`it --seed 2`", "the mean of 2", "`other --seed 1`"]
+    half = 12.706 * 0.1  # Student's t with one degree of freedom, and the standard error
+    assert f"| 0.300 ({0.3 - half:.3f} to {0.3 + half:.3f}) |" in lines[2]
