@@ -65,8 +65,8 @@ CROSSINGS = {
     "credit-normalisation": SHORT_TABLE,
     "credit-progress": ("row", "seeds", "success at", "more than", "of the way", "A^S"),
 }
-TRUE_CREDIT = ["run", "pairs ranked right", "centred", "A^E", "A^S"]  # of true-credit.jsonl
-TRUE_CREDIT += ["A = A^E + alpha A^S", "A less A^E", "alpha", "best alpha"]
+TRUE_CREDIT = ["run", "tasks", "pairs ranked right", "by centred rewards", "A^E", "A^S"]
+TRUE_CREDIT += ["A^S centred", "A = A^E + alpha A^S", "A less A^E", "alpha", "best alpha"]
 OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quiet")  # not stored
 
 
@@ -146,7 +146,11 @@ STUDIES = {
         ],
         (1,),  # 11 and 18 GiB: not beside each other on a machine of 24
     ),
-    "long-sokoban": Study(every("rloo istar", "sokoban", LONG), (1, 2, 3), level=0.6),
+    "long-sokoban": Study(
+        [*every("rloo istar", "sokoban", LONG), f"istar_sokoban.py{LONG}{ALPHA_1}"],
+        (1, 2, 3),
+        level=0.6,
+    ),
     "long-webshop": Study(every("rloo istar", "webshop", LONG), (1, 2, 3), level=0.7),
     "prm-sokoban": Study(
         [f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, ALPHA_1, TWO, ALPHA_1 + TWO)]
@@ -571,16 +575,18 @@ def true_credit_table(rows: list[dict]) -> str:
     for command, runs in commands.items():
         of_runs = []
         for row in sorted(runs, key=lambda row: row["seed"]):
-            measured = [row["credits"][name]["correlation"] for name in ("A^E", "A^S", "A")]
-            measured.append(row["credits"]["A"]["more"])
+            credits = row["credits"]
+            measured = [credits[n]["correlation"] for n in ("A^E", "A^S", "A^S centred", "A")]
+            measured.append(credits["A"]["more"])
             right = [row["ranked_right"], row["ranked_right_centred"]]
             of_runs.append([*right, *(middle for middle, _, _ in measured)])
-            cells = [f"`{command} --seed {row['seed']}`", *(f"{share:.3f}" for share in right)]
+            cells = [f"`{command} --seed {row['seed']}`", f"{row['tasks']}"]
+            cells += [f"{share:.3f}" for share in right]
             cells += [f"{value:.3f} ({low:.3f} to {high:.3f})" for value, low, high in measured]
             lines.append([*cells, f"{row['alpha']:.2f}", f"{row['best_weight']:g}"])
         if len(runs) > 1:
             means = [between(statistics.mean(each), half_width(each)) for each in zip(*of_runs)]
-            lines.append([f"the mean of {len(runs)}", *means, "", ""])
+            lines.append([f"the mean of {len(runs)}", "", *means, "", ""])
     return table(TRUE_CREDIT, lines)
 
 

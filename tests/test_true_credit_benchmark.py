@@ -168,16 +168,16 @@ def test_the_table_of_the_page_has_a_line_for_each_run_and_their_means():
     def row(command, seed, followed):
         credits = {
             name: {"correlation": [followed, 0.1, 0.9], "more": [-0.2, -0.3, -0.1]}
-            for name in ("A^E", "A^S", "A", "best")
+            for name in ("A^E", "A^S", "A^S centred", "A", "best")
         }
         right = {"ranked_right": 0.7, "ranked_right_centred": 0.6}
         weights = {"alpha": 0.5, "best_weight": 0.05}
-        return {"command": command, "seed": seed, "credits": credits} | right | weights
+        return {"command": command, "seed": seed, "tasks": 49, "credits": credits} | right | weights
 
     rows = [row("it", 2, 0.4), row("other", 1, 0.5), row("it", 1, 0.2)]
     _, _, *lines = evidence.true_credit_table(rows).split("\n")
     followed = "0.200 (0.100 to 0.900)"
-    assert lines[0].startswith(f"| `it --seed 1` | 0.700 | 0.600 | {followed} | {followed} |")
+    assert lines[0].startswith(f"| `it --seed 1` | 49 | 0.700 | 0.600 | {followed} | {followed} |")
     assert lines[0].endswith(f"| {followed} | -0.200 (-0.300 to -0.100) | 0.50 | 0.05 |")
     names = [line.split(" | ")[0].strip("| ") for line in lines]
     assert names == ["`it --seed 1`", "`it --seed 2`", "the mean of 2", "`other --seed 1`"]
