@@ -18,7 +18,7 @@ The 95 % intervals are a bootstrap over the tasks.
 token by token. What r_phi has beyond that depends on the state alone, and credits no action.
 
 The run: istar_sokoban.py or istar_webshop.py, with a PRM that is a full copy. Written: a row of
-benchmarks/results/true-credit.jsonl, in place of an earlier one of the same run and flags;
+benchmarks/results/true-credit.jsonl, in place of an earlier one of the same run;
 `python benchmarks/evidence.py --table` makes the table of docs/results.md of these rows.
 """
 
@@ -396,8 +396,8 @@ def main():
         "credits": correlations(credits, truth, task),
         "turns": of_turns(turns, step_adv, centred_adv, kl, truth, noise),
     }
-    which = ("command", "seed", "how")
-    others = [r for r in rows_of(given.out) if [r[key] for key in which] != [*map(row.get, which)]]
+    which = row["command"], row["seed"]
+    others = [r for r in rows_of(given.out) if (r["command"], r["seed"]) != which]
     given.out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(given.out, "".join(f"{to_json(each)}\n" for each in [*others, row]))
     print(text_of(row), end="")
