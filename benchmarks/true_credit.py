@@ -249,16 +249,7 @@ def flags_of_run(run: Path, script) -> list[str]:
     from runtime.flags import flags_of
 
     defaults, saved = flags_of(script.Args()), read_json(run / "args.json")
-    others = {
-        "runs_dir",
-        "run_name",
-        "resume",
-        "override",
-        "engine_url",
-        "processes",
-        "track",
-        "seed",
-    }
+    others = "runs_dir run_name resume override engine_url processes track seed".split()
     return [
         f"--{name}={value}"
         for name, value in saved.items()
