@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from envs.sokoban import Sokoban, SokobanArgs
-from runtime.batching import average, batch_logprobs, flat_tensors, micro_batches, pair_bundles
+from runtime.data import average, batch_logprobs, flat_tensors, micro_batches, pair_bundles
+from runtime.distributed.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.flags import Flat, RunArgs, parse
 from runtime.networks import Network, action_logprobs, engine_weights, following, trainable
-from runtime.processes import broadcast, gather, my_tasks, sum_gradients, to_float
 from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, Unit, UpToInf
 from runtime.replay import Replay
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
@@ -120,7 +120,7 @@ class Trajectory:
 class Batch(NamedTuple):
     """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
 
-    sequences: list  # what the forward passes read: runtime.batching.Sequence
+    sequences: list  # what the forward passes read: runtime.data.Sequence
     outcomes: torch.Tensor  # [N]
     group: torch.Tensor  # [N] the group of a trajectory
     step_traj: torch.Tensor  # [S] the trajectory of a step

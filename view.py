@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runtime.flags import parse
 from runtime.ranges import Count
-from runtime.viewer import MOST, write_page
+from runtime.view.viewer import MOST, write_page
 
 import tyro
 

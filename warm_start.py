@@ -25,17 +25,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from runtime.batching import flat_tensors, micro_batches
 from runtime.chat import Chat
+from runtime.data import flat_tensors, micro_batches
+from runtime.distributed.processes import gather, my_tasks
 from runtime.engines import HfEngine
 from runtime.flags import Flat, check_files, check_writable, parse, refuse
 from runtime.models import ModelError, read_causal_model, read_tokenizer
 from runtime.networks import Network, action_logprobs
-from runtime.pictures import PictureProcessor, pictures_of, read_seeing_model, shows_pictures
-from runtime.processes import gather, my_tasks
 from runtime.ranges import Count, Natural, Positive, Rate, Seed, Share, Unit, ZeroOrMore, whole
-from runtime.report import describe
 from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
+from runtime.view.report import describe
+from runtime.vision.pictures import PictureProcessor, pictures_of, read_seeing_model, shows_pictures
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -165,7 +165,7 @@ class Trajectory:
 class Batch(NamedTuple):
     """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
 
-    sequences: list  # what the forward passes read: runtime.batching.Sequence
+    sequences: list  # what the forward passes read: runtime.data.Sequence
     outcomes: torch.Tensor  # [N]
     group: torch.Tensor  # [N] the group of a trajectory
     step_traj: torch.Tensor  # [S] the trajectory of a step

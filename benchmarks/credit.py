@@ -141,7 +141,7 @@ class Measuring:
         """The probability that the policy gives to the right way, at the token where it gives a way
         at all, [S]; where an answer has no such token, the mean of the others."""
         from envs.crossings import WAYS, Crossings, right_way
-        from runtime.batching import micro_batches
+        from runtime.data import micro_batches
         from runtime.networks import plain
         from runtime.run import current
 
@@ -183,7 +183,7 @@ def work(row: str, flags: list[str], directory: Path) -> None:
 def evaluations(directory: Path, row: str, seed: int) -> list[dict]:
     """The evaluations of a run as rows for the table: success, and the means since the evaluation
     before of what was measured."""
-    from runtime.files import rows_of
+    from runtime.saving.files import rows_of
 
     since, seconds, found = [], 0.0, []
     for logged in rows_of(directory / "metrics.jsonl"):
@@ -366,7 +366,7 @@ def main():
     if flags:
         parser.error(f"unknown: {' '.join(flags)}")
 
-    from runtime.files import append, rows_of
+    from runtime.saving.files import append, rows_of
 
     args.runs_dir.mkdir(parents=True, exist_ok=True)
     kept = RESULTS / f"{args.name}.jsonl"

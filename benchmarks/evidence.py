@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import credit
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
-from runtime.files import append, replace_file, rows_of, to_json
+from runtime.saving.files import append, replace_file, rows_of, to_json
 from runtime.ranges import NAME as LONGEST
 from sweeps.run import Job, Runner, half_width
 

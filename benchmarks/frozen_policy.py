@@ -65,7 +65,7 @@ def main():
     add("--least", type=float, default=0.75, help="accuracy on unseen tasks that has to be reached")
     given, flags = parser.parse_known_args()
 
-    from runtime.batching import batch_logprobs
+    from runtime.data import batch_logprobs
     from runtime.flags import parse
     from runtime.replay import Replay
 

@@ -99,7 +99,7 @@ class Kept:
 
 def main() -> None:
     arguments = read_arguments()
-    from runtime.batching import Sequence, padded
+    from runtime.data import Sequence, padded
     from runtime.networks import recompute_layers, trainable
 
     import torch

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.files import rows_of
+from runtime.saving.files import rows_of
 
 import torch
 from safetensors.torch import load_file

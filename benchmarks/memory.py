@@ -134,7 +134,7 @@ def measure(path: str, setting: Setting) -> None:
     """Print what one update of each network adds to this process's memory [bytes]; what libraries
     take at their first use, an update of a tiny model has taken before."""
     istar = load_script("istar_sokoban")
-    from runtime.batching import batch_logprobs
+    from runtime.data import batch_logprobs
     from runtime.flags import RunArgs
     from runtime.networks import recompute_layers
 

@@ -34,7 +34,7 @@ from throughput import ROOT, load_script
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.evidence import PASSES, table, world_and_algorithm
-from runtime.files import replace_file, rows_of
+from runtime.saving.files import replace_file, rows_of
 from runtime.memory import Shape, needed, setting_of
 
 PAGE = ROOT / "docs" / "paper.md"

@@ -37,7 +37,7 @@ class Way:
         from runtime.chat import Chat
         from runtime.engines import HfEngine
         from runtime.networks import Network, trainable
-        from runtime.pictures import read_seeing_model
+        from runtime.vision.pictures import read_seeing_model
 
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -85,7 +85,7 @@ class Way:
     def forget_pictures(self) -> None:
         """Have the tower see all pictures of the contexts again in every turn but the first, in
         which it sees them anyway."""
-        from runtime.pictures import pictures_of, tower_features
+        from runtime.vision.pictures import pictures_of, tower_features
 
         import torch
 
@@ -103,7 +103,7 @@ class Way:
 
     def iteration(self, number: int, tasks: int) -> dict:
         """Processor seconds of the phases, steps, and those that the rollout spent in the tower."""
-        from runtime.batching import batch_logprobs
+        from runtime.data import batch_logprobs
 
         import torch
 

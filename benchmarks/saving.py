@@ -49,8 +49,8 @@ def build(hidden: int):
 def work(hidden: int, home: Path) -> None:
     """What each process does; its figures go to home/RANK.json."""
     sys.path.insert(0, str(ROOT))
-    from runtime import processes
-    from runtime.checkpoints import finish_saving, load_checkpoint, save_checkpoint
+    from runtime.distributed import processes
+    from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint
     from runtime.networks import Network, trainable
 
     import torch

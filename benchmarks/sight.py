@@ -20,7 +20,7 @@ from envs.sokoban import ACTIONS
 from envs.visual_sokoban import VisualSokoban
 from runtime.chat import Chat
 from runtime.engines import HfEngine
-from runtime.pictures import read_seeing_model
+from runtime.vision.pictures import read_seeing_model
 
 import torch
 from transformers import AutoTokenizer

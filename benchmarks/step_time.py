@@ -113,7 +113,7 @@ def read_arguments():
 def main() -> None:
     arguments = read_arguments()
     istar = load_script("istar_sokoban")
-    from runtime.batching import batch_logprobs
+    from runtime.data import batch_logprobs
     from runtime.engines import HfEngine
     from runtime.flags import RunArgs
     from runtime.networks import plain, recompute_layers

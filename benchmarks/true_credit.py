@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.throughput import load_script
-from runtime.files import read_json, replace_file, rows_of, to_json
+from runtime.saving.files import read_json, replace_file, rows_of, to_json
 
 import torch
 
@@ -123,7 +123,7 @@ def true_advantages(trajectories: list, play_on) -> tuple[torch.Tensor, torch.Te
 def divergences(policy, prm, batch, args) -> torch.Tensor:
     """KL(pi_old || pi_phi) at each action token, [K]: minus the mean of log pi_phi - log pi_old
     over what pi_old could have sampled there."""
-    from runtime.batching import micro_batches
+    from runtime.data import micro_batches
     from runtime.networks import plain
 
     kl = torch.zeros(len(batch.token_step))
@@ -281,7 +281,7 @@ def main():
     script = load_script(start["script"])
     words = flags_of_run(given.run, script)
 
-    from runtime.batching import batch_logprobs
+    from runtime.data import batch_logprobs
     from runtime.chat import Chat
     from runtime.engines import HfEngine, VllmEngine
     from runtime.flags import parse

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.files import read_json, rows_of
+from runtime.saving.files import read_json, rows_of
 
 SIGNS = {1: "nearer", 0: "as far", -1: "farther"}
 

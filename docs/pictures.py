@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.files import rows_of
-from runtime.viewer import write_page
+from runtime.saving.files import rows_of
+from runtime.view.viewer import write_page
 
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service

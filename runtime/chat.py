@@ -2,7 +2,7 @@
 
 import sys
 
-from runtime.pictures import Context, joined
+from runtime.vision.pictures import Context, joined
 
 
 class Chat:
@@ -10,7 +10,7 @@ class Chat:
 
     Words of the environment are encoded as plain text: a template's token that stands in them does
     not become control. Nothing that was sampled is ever tokenised again. processor: the model's
-    runtime.pictures.PictureProcessor, where the world shows pictures."""
+    runtime.vision.pictures.PictureProcessor, where the world shows pictures."""
 
     def __init__(self, tokenizer, stop_ids: list[int], processor=None):
         marks = ["<mark one>", "<mark two>", "<mark three>"]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from runtime.models import ModelError, check_directory, read_object
 from runtime.ranges import UNDECLARED, Count, Name, Natural, Range, Share, Text, ZeroOrMore
-from runtime.terminal import warn
+from runtime.view.terminal import warn
 
 import tyro
 
@@ -263,7 +263,7 @@ def shown(value, most: int = 300) -> str:
 
 def check_servers(args, env) -> None:
     """Refuse addresses of servers that are none, and what servers cannot do."""
-    from runtime.pictures import shows_pictures
+    from runtime.vision.pictures import shows_pictures
 
     run_args = args.run_args
     for url in run_args.engine_url:
@@ -362,7 +362,7 @@ def config_of(path: str, model: str, trust: bool):
 def check_sight(path: str, config, args, env) -> None:
     """Where the world shows pictures, refuse a model that does not see them, or not as they are;
     where it shows none, one that is made for them."""
-    from runtime.pictures import PictureProcessor, shows_pictures
+    from runtime.vision.pictures import PictureProcessor, shows_pictures
 
     if shows_pictures(env):
         picture = env.reset(env.eval_tasks[0]).picture

@@ -10,7 +10,7 @@ import itertools
 import os
 from dataclasses import dataclass, replace
 
-from runtime.terminal import warn
+from runtime.view.terminal import warn
 
 GIB = 2**30
 SPARE = 1.1  # a GPU's memory is cut into pieces: so much more than the tensors

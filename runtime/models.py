@@ -9,8 +9,8 @@ import signal
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime import terminal
 from runtime.chat import Chat
+from runtime.view import terminal
 
 import torch
 

@@ -4,9 +4,9 @@ import math
 from contextlib import contextmanager
 from functools import partial
 
-from runtime import processes
-from runtime.pictures import has_frozen_tower, never_sampled, picture_inputs
-from runtime.terminal import warn
+from runtime.distributed import processes
+from runtime.view.terminal import warn
+from runtime.vision.pictures import has_frozen_tower, never_sampled, picture_inputs
 
 import torch
 from torch.utils.checkpoint import checkpoint

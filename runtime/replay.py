@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 
 class PastStep(NamedTuple):
-    """What runtime.batching.flat_tensors asks of a step; a past one is needed for its tokens
+    """What runtime.data.flat_tensors asks of a step; a past one is needed for its tokens
     alone."""
 
     valid: bool = True

@@ -4,8 +4,8 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 
-from runtime.pictures import joined, pictures_of
-from runtime.terminal import warn
+from runtime.view.terminal import warn
+from runtime.vision.pictures import joined, pictures_of
 
 from tqdm import tqdm
 

@@ -32,21 +32,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runtime import processes, report, terminal
-from runtime.batching import batch_logprobs
-from runtime.checkpoints import (
-    DamagedError,
-    export_policy,
-    finish_saving,
-    has_rows,
-    how_to_go_on,
-    kept_in,
-    load_checkpoint,
-    save_checkpoint,
-    told_when_full,
-)
+from runtime.data import batch_logprobs
+from runtime.distributed import processes
 from runtime.engines import EngineError, HfEngine, VllmEngine
-from runtime.files import append, lock, read_json, to_json, write_json
+from runtime.engines.servers import RemoteEngine
 from runtime.flags import check, evaluation_tasks, flags_of, refuse, shown
 from runtime.memory import tell_if_too_much
 from runtime.models import (
@@ -58,11 +47,23 @@ from runtime.models import (
     stop_ids_of,
 )
 from runtime.networks import Network, add_adapter, initial, plain, recompute_layers
-from runtime.pictures import read_seeing_model, shows_pictures
-from runtime.provenance import peak_memory, provenance
-from runtime.remote import RemoteEngine
 from runtime.replay import Replay
+from runtime.saving.checkpoints import (
+    DamagedError,
+    export_policy,
+    finish_saving,
+    has_rows,
+    how_to_go_on,
+    kept_in,
+    load_checkpoint,
+    save_checkpoint,
+    told_when_full,
+)
+from runtime.saving.files import append, lock, read_json, to_json, write_json
+from runtime.saving.provenance import peak_memory, provenance
 from runtime.statistics import WINDOW
+from runtime.view import report, terminal
+from runtime.vision.pictures import read_seeing_model, shows_pictures
 
 import numpy as np
 import torch

@@ -42,7 +42,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from runtime.files import append, lock, replace_file, rows_of, to_json
+from runtime.saving.files import append, lock, replace_file, rows_of, to_json
 
 import yaml
 

@@ -19,8 +19,8 @@ from conftest import load, network, random_model, random_trajectories, settings
 
 def main(script: str, out: str | Path, *options: str) -> None:
     # conftest has told Python where these are
-    from runtime import processes
-    from runtime.batching import batch_logprobs
+    from runtime.distributed import processes
+    from runtime.data import batch_logprobs
     from runtime.networks import add_adapter, following, recompute_layers
 
     module, number = load(script), int(os.environ.get("WORLD_SIZE", 1))
@@ -121,6 +121,6 @@ if __name__ == "__main__":
     scripts, directory, *given = sys.argv[1:]
     for name in scripts.split(","):
         main(name, Path(directory, f"{name}.pt"), *given)
-    from runtime import processes
+    from runtime.distributed import processes
 
     processes.end()

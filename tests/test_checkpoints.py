@@ -20,12 +20,12 @@ from importlib import import_module
 from pathlib import Path
 
 import runtime.run
-from runtime import checkpoints
-from runtime.checkpoints import finish_saving, load_checkpoint, save_checkpoint, sum_of
-from runtime.files import append, hash_file, hash_files, write_json
+from runtime.saving import checkpoints
+from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint, sum_of
+from runtime.saving.files import append, hash_file, hash_files, write_json
 from runtime.networks import add_adapter, trainable
 from runtime.replay import Replay
-from runtime.tensors import write_tensors
+from runtime.saving.tensors import write_tensors
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ weights, and PPO's published layout."""
 import json
 from types import SimpleNamespace
 
-from runtime import processes
+from runtime.distributed import processes
 from runtime.flags import evaluation_tasks
 from runtime.networks import engine_weights
 from runtime.replay import Replay

@@ -1,6 +1,6 @@
 """curve.png: which panels a run gets, and what is drawn in them."""
 
-from runtime.report import CREDIT, draw_curve
+from runtime.view.report import CREDIT, draw_curve
 
 import matplotlib.pyplot as plt
 import pytest

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 
-from runtime.batching import batch_logprobs
+from runtime.data import batch_logprobs
 from runtime.engines import HfEngine, VllmEngine
 from runtime.networks import add_adapter, compute_with
 
@@ -232,7 +232,7 @@ def test_hf_engine_reads_a_window_anew():
 def test_keys_and_values_are_appended_without_copying_them():
     """As transformers' own layer has them, also after rows are chosen anew; memory is new only
     where there is no room."""
-    from runtime.caches import ROOM, RoomyLayer
+    from runtime.engines.caches import ROOM, RoomyLayer
 
     from transformers.cache_utils import DynamicLayer
 

@@ -9,9 +9,9 @@ import envs.sokoban
 import envs.sotopia
 import envs.webshop
 from runtime.chat import Chat
-from runtime.files import append
-from runtime.pictures import PictureProcessor, shows_pictures
-from runtime.report import describe, episode_lines
+from runtime.saving.files import append
+from runtime.vision.pictures import PictureProcessor, shows_pictures
+from runtime.view.report import describe, episode_lines
 from runtime.rounds import faults
 
 import pytest

@@ -6,7 +6,7 @@ import weakref
 from types import ModuleType, SimpleNamespace
 
 import runtime.models
-from runtime import processes
+from runtime.distributed import processes
 from runtime.engines import EngineError, HfEngine, VllmEngine
 from runtime.models import ModelError, read_causal_model
 from runtime.networks import policy_weights

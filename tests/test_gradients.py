@@ -6,8 +6,8 @@ import math
 import random
 from functools import partial
 
-from runtime import batching
-from runtime.batching import batch_logprobs, micro_batches, padded
+from runtime import data as batching
+from runtime.data import batch_logprobs, micro_batches, padded
 from runtime.networks import (
     Network,
     action_logprobs,

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 
 import runtime.memory
-from runtime.checkpoints import REPLAY
+from runtime.saving.checkpoints import REPLAY
 from runtime.memory import (
     GIB,
     Setting,

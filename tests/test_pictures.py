@@ -17,11 +17,11 @@ import sys
 from importlib.util import find_spec
 
 from envs.visual_sokoban import VisualSokoban, expert
-from runtime.batching import batch_logprobs, micro_batches
+from runtime.data import batch_logprobs, micro_batches
 from runtime.chat import Chat
 from runtime.engines import HfEngine, VllmEngine
 from runtime.networks import action_logprobs, add_adapter, trainable
-from runtime.pictures import (
+from runtime.vision.pictures import (
     joined,
     never_sampled,
     pictures_of,

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from runtime import processes
+from runtime.distributed import processes
 
 import divided
 import pytest
@@ -198,7 +198,7 @@ import atexit, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from conftest import settings
-from runtime import processes
+from runtime.distributed import processes
 
 class Thread:
     "What gloo's does at times, where the interpreter is gone."
@@ -276,7 +276,7 @@ def test_two_hosts_train(tmp_path):
 
 FAULTS = """
 import resource, torch
-from runtime import processes
+from runtime.distributed import processes
 processes.keep_freed_memory()
 for _ in range(20):  # 100 MB, whose pages are there from some earlier round, or new
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -19,9 +19,9 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
-import runtime.remote
+import runtime.engines.servers
 from runtime.engines import EngineError
-from runtime.remote import EXTENSION, RemoteEngine
+from runtime.engines.servers import EXTENSION, RemoteEngine
 
 import pytest
 import torch
@@ -192,8 +192,8 @@ def fake():
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(runtime.remote, "PAUSE", 0.05)
-    monkeypatch.setattr(runtime.remote, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(runtime.engines.servers, "PAUSE", 0.05)
+    monkeypatch.setattr(runtime.engines.servers, "LONGEST_PAUSE", 0.2)
 
 
 def args_for(*urls, rank: int = 0, **changes) -> SimpleNamespace:
@@ -330,7 +330,7 @@ def test_a_server_whose_engine_died_is_waited_for(fake, tmp_path):
 
 
 def test_another_server_takes_over_what_a_lost_one_owed(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.remote, "LONGEST_PAUSE", 60.0)  # a busy machine is slow to connect
+    monkeypatch.setattr(runtime.engines.servers, "LONGEST_PAUSE", 60.0)  # a busy machine is slow to connect
     lost, model = Fake(), tiny()
     with listening(lost) as url:
         engine = engine_of(args_for(fake[1], url), tmp_path)
@@ -367,7 +367,7 @@ def test_two_runs_on_one_server_do_not_get_each_others_weights(fake, tmp_path):
 
 
 def test_servers_that_stay_away_end_the_run_in_one_line_and_it_goes_on_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.remote, "BACK_WITHIN", 0.5)
+    monkeypatch.setattr(runtime.engines.servers, "BACK_WITHIN", 0.5)
     fake = Fake()
     with listening(fake) as url:
         words = [*SMALL, "--engine-url", url]

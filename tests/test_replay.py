@@ -3,7 +3,7 @@ back."""
 
 import random
 
-from runtime.batching import flat_tensors
+from runtime.data import flat_tensors
 from runtime.replay import Replay, extremes, past
 
 import pytest

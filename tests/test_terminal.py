@@ -15,8 +15,8 @@ import termios
 import time
 
 import runtime.rounds
-from runtime import terminal
-from runtime.report import duration, show
+from runtime.view import terminal
+from runtime.view.report import duration, show
 
 import pytest
 from conftest import ROOT, TRAINERS, run_main

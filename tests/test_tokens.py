@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from runtime.chat import Chat
 from runtime.engines import VllmEngine
-from runtime.report import describe, episode_lines
+from runtime.view.report import describe, episode_lines
 from runtime.statistics import prm_statistics
 
 import pytest

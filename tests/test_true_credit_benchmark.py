@@ -6,7 +6,7 @@ import sys
 from benchmarks import evidence, true_credit
 from runtime.chat import Chat
 from runtime.engines import HfEngine
-from runtime.files import append, rows_of
+from runtime.saving.files import append, rows_of
 
 import pytest
 import torch

@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from urllib.parse import urlencode
 
-import runtime.viewer
+import runtime.view.viewer
 import view
-from runtime.files import EPISODE_VERSION, append, to_json, write_json
+from runtime.saving.files import EPISODE_VERSION, append, to_json, write_json
 from runtime.networks import Network
-from runtime.report import episode_lines, step_ratios, tables
-from runtime.viewer import thinned, write_page
+from runtime.view.report import episode_lines, step_ratios, tables
+from runtime.view.viewer import thinned, write_page
 
 import pytest
 import torch
@@ -402,12 +402,12 @@ def test_view_refuses_in_one_line(tmp_path, monkeypatch, capsys, words, said):
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, capsys):
-    from runtime import report
+    from runtime.view import report
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runtime.viewer, "write_page", full)
+    monkeypatch.setattr(runtime.view.viewer, "write_page", full)
     report.write_page(SimpleNamespace(path=tmp_path))
     assert "view.html was not written (No space left on device)" in capsys.readouterr().out
 

@@ -687,7 +687,9 @@ class Sotopia:
         conversations lost, and for each endpoint asked, answered, retries and the reasons of failed
         tries, as "judge/429".
         """
-        from runtime import processes  # brings torch, which the conversations do not need
+        from runtime.distributed import (
+            processes,  # brings torch, which the conversations do not need
+        )
 
         finished = processes.gather(self.finished)
         groups = {"goal": [score * 10 for score, _, _ in finished]}

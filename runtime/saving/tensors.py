@@ -8,7 +8,7 @@ import json
 from collections import deque
 from pathlib import Path
 
-from runtime import processes
+from runtime.distributed import processes
 from runtime.networks import assert_finite
 
 import torch

@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 
-from runtime.processes import Quiet
+from runtime.distributed.processes import Quiet
 
 from tqdm import tqdm
 

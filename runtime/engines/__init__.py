@@ -15,12 +15,12 @@ import logging
 import os
 import warnings
 
-from runtime import processes
+from runtime.distributed import processes
+from runtime.engines.server_extension import repack_tied_head
 from runtime.models import first_line
 from runtime.networks import assert_finite, compute_with, plain, policy_weights
-from runtime.pictures import Album, never_sampled, opened, pictures_of
-from runtime.server_extension import repack_tied_head
-from runtime.terminal import warn
+from runtime.view.terminal import warn
+from runtime.vision.pictures import Album, never_sampled, opened, pictures_of
 
 import torch
 from torch.nn.functional import pad
@@ -158,7 +158,7 @@ class HfEngine:
 
     def reuse(self, contexts: list[list[int]]) -> None:
         """Leave in the cache what these contexts share with the rows that it has, or empty it."""
-        from runtime.caches import RoomyLayer
+        from runtime.engines.caches import RoomyLayer
 
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
@@ -249,7 +249,7 @@ class VllmEngine:
             # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
         if self.image_token is not None:
-            from runtime.vllm_pictures import read_without_torchvision
+            from runtime.vision.vllm_pictures import read_without_torchvision
 
             read_without_torchvision()
             # what a picture becomes is asked of the tokenizer; one that many steps show is kept

@@ -23,8 +23,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime import processes
-from runtime.files import (
+from runtime.distributed import processes
+from runtime.networks import Network, is_adapted, plain, policy_shapes, policy_weights
+from runtime.saving.files import (
     append,
     copy_aside,
     hash_file,
@@ -35,9 +36,8 @@ from runtime.files import (
     to_json,
     write_json,
 )
-from runtime.networks import Network, is_adapted, plain, policy_shapes, policy_weights
-from runtime.tensors import write_tensors
-from runtime.terminal import say, warn
+from runtime.saving.tensors import write_tensors
+from runtime.view.terminal import say, warn
 
 import torch
 from safetensors import SafetensorError, safe_open

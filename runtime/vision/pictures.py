@@ -9,7 +9,7 @@ import functools
 import io
 import sys
 
-from runtime import processes
+from runtime.distributed import processes
 
 import torch
 

@@ -3,7 +3,7 @@ changes."""
 
 from typing import NamedTuple
 
-from runtime import processes
+from runtime.distributed import processes
 from runtime.networks import Network, action_logprobs, plain
 
 import torch

@@ -12,8 +12,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from runtime.files import hash_files
 from runtime.flags import evaluation_tasks
+from runtime.saving.files import hash_files
 
 import torch
 from tqdm import tqdm

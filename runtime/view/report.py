@@ -6,10 +6,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from runtime import processes, viewer
-from runtime.files import EPISODE_VERSION, replace_file, to_json
+from runtime.distributed import processes
 from runtime.rounds import faults
-from runtime.terminal import say, warn
+from runtime.saving.files import EPISODE_VERSION, replace_file, to_json
+from runtime.view import viewer
+from runtime.view.terminal import say, warn
 
 import torch
 

@@ -22,10 +22,10 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime import processes
+from runtime.distributed import processes
 from runtime.engines import EngineError, Sample
 from runtime.networks import assert_finite, policy_weights
-from runtime.terminal import plain, warn
+from runtime.view.terminal import plain, warn
 
 import torch
 from safetensors.torch import save_file
@@ -37,7 +37,7 @@ ANSWERS_WITHIN = 1800.0  # seconds
 TRIES = 3  # of a call that no server answers, and of weights that a server does not take
 IN_FLIGHT = 256  # requests that one server has at a time
 SHARD = 2**31  # bytes of a file of weights, about
-EXTENSION = "runtime.server_extension.PolicyWeights"
+EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
 
 

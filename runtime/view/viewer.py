@@ -17,7 +17,7 @@ import re
 import sys
 from pathlib import Path
 
-from runtime.files import EPISODE_VERSION, finite, read_json, replace_file, rows_of, to_json
+from runtime.saving.files import EPISODE_VERSION, finite, read_json, replace_file, rows_of, to_json
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"train": "episodes.jsonl", "eval": "eval_episodes.jsonl"}
