@@ -2,7 +2,7 @@
 
 import sys
 
-from runtime.vision.pictures import Context, joined
+from runtime.data import Context, joined
 
 
 class Chat:
@@ -45,9 +45,10 @@ class Chat:
         place = ids.index(self.processor.image_token)
         return ids[:place], ids[place + 1 :]
 
-    def message(self, text: str, picture: bytes | None) -> list[int]:
-        """A picture, if there is one, the words beside it, and what follows until the agent
-        answers."""
+    def message(self, text: str) -> list[int]:
+        """A picture, if the text has one (runtime.data.Seen), its words, and what follows until the
+        agent answers."""
+        picture = getattr(text, "picture", None)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
         words = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if picture is None:
@@ -55,18 +56,20 @@ class Chat:
         shown = Context(self.processor.tokens(picture), [(0, picture)])
         return joined([self.before, shown, self.after + words + self.answer])
 
-    def prompt(self, text: str, picture: bytes | None = None) -> list[int]:
+    def prompt(self, text: str) -> list[int]:
         """From the start to where the agent answers."""
-        return joined([self.head, self.message(text, picture)])
+        return joined([self.head, self.message(text)])
 
-    def observation(self, text: str, action: list[int], picture: bytes | None = None) -> list[int]:
+    def observation(self, text: str, action: list[int]) -> list[int]:
         """From the end of an action to where the agent answers again; its stop token is not fed
         twice."""
         stopped = action[-1] == self.between[0]
-        return joined([self.between[stopped:], self.message(text, picture)])
+        return joined([self.between[stopped:], self.message(text)])
 
     def response(self, action: list[int]) -> str:
         """The text of an action, without its stop token."""
+        if self.processor:
+            self.processor.refuse_sampled(action)
         if action[-1] in self.stop_ids:
             action = action[:-1]
         return self.tokenizer.decode(action)

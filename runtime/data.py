@@ -1,77 +1,211 @@
-"""Sequences of similar length together, in the memory of --micro-batch-tokens; no result
-changes."""
+"""Episodes as tokens: from what was said, turn by turn, to flat tensors and micro-batches.
 
+A trajectory is one sequence of tokens in which the environment's words and the agent's actions
+alternate, built from the ids that the engine saw and sampled. N trajectories, S steps and K action
+tokens are numbered through a batch; index tensors say what belongs to what.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from runtime.distributed import processes
-from runtime.networks import Network, action_logprobs, plain
+from runtime.distributed import fsdp, processes
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+# ------------ token ids, with pictures among them ------------
+
+Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
+
+
+class Context(list):
+    """Token ids of a sequence, with the pictures that its image tokens stand for."""
+
+    def __init__(self, ids: list[int], pictures: Places):
+        super().__init__(ids)
+        self.pictures = pictures
+
+
+def pictures_of(ids: list[int]) -> Places:
+    """The pictures of a sequence; of plain lists none."""
+    return getattr(ids, "pictures", [])
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    """One sequence of several: a Context if one of them shows pictures, else a list."""
+    ids, pictures = [], []
+    for part in parts:
+        pictures += [(len(ids) + place, png) for place, png in pictures_of(part)]
+        ids += part
+    return Context(ids, pictures) if pictures else ids
+
+
+class Seen(str):
+    """What the agent sees: words, and the PNG of a picture beside them, if the world shows any."""
+
+    picture: bytes | None = None
+
+
+# ------------ episodes ------------
+
+
+@dataclass
+class Step:
+    """One answer of the agent; the fields behind engine_logprobs are what the world says of it
+    (envs/README.md)."""
+
+    observation: str  # the environment's words before the answer
+    action: str  # the whole answer
+    engine_logprobs: list[float]  # of each sampled token, at the sampling temperature [nats]
+    valid: bool = True
+    success: bool = False
+    score: float = 0.0
+    game_reward: float = 0.0  # what the game itself pays for this step
+    progress: float = 0.0  # by how much the goal came nearer, if the world knows
+    anchor: Hashable = None  # the state after the answer: equal states, equal anchors
+
+
+@dataclass
+class Trajectory:
+    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again.
+
+    It is one sequence, in which each token is read once. Where a context does not go on where the
+    one before it ended (--history), a new sequence starts."""
+
+    task: int  # trajectories of one task form a group
+    token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...
+    step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
+    outcome: float = 0.0  # r_o
+    steps: list[Step] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])  # first token of each of its sequences
+    truncated: bool = False  # ended because --max-context-tokens had no room for another answer
+    pictures: Places = field(default_factory=list)
+    anchor: Hashable = None  # the state before the first step, as Step.anchor has it
+
+    def append(self, context: list[int], action: list[int]) -> None:
+        """The tokens of the next step: the context that the engine saw and the action that it
+        sampled."""
+        known = len(self.token_ids) - self.starts[-1]
+        if self.token_ids[self.starts[-1] :] != context[:known]:
+            self.starts.append(len(self.token_ids))
+            known = 0
+        new = [(place, png) for place, png in pictures_of(context) if place >= known]
+        self.pictures += [(self.starts[-1] + place, png) for place, png in new]
+        words = context[known:]
+        self.token_ids += words + action
+        self.step_ids += [-1] * len(words) + [len(self.steps)] * len(action)
+
+    @property
+    def success(self) -> bool:
+        """Whether the last step reached the goal."""
+        return bool(self.steps) and self.steps[-1].success
+
+    @property
+    def score(self) -> float:
+        """How well the episode went, 0 to 1, by its last step."""
+        return self.steps[-1].score if self.steps else 0.0
+
 
 class Sequence(NamedTuple):
-    """What one row of a forward pass reads: an episode, or with --history a step and the turns
-    before it."""
+    """What one row of a forward pass reads."""
 
     ids: torch.Tensor  # [T]
-    steps: torch.Tensor  # [T] the step, of the batch's S, whose action a token belongs to; else -1
+    is_action: torch.Tensor  # [T]
     tokens: torch.Tensor  # [k] the places of its action tokens among the batch's K
     pictures: list = ()  # (place of its first token, PNG) of each, where the world shows pictures
 
 
-class MicroBatch(NamedTuple):
-    """Sequences that pass through a model together, padded on the right."""
+class Batch(NamedTuple):
+    """Trajectories as flat tensors: N trajectories, S steps, K action tokens; what belongs together
+    are neighbours."""
 
-    ids: torch.Tensor  # [B, T]
-    steps: torch.Tensor  # [B, T] as a sequence's; -1 where it is padded
-    tokens: torch.Tensor  # [k] the places of the action tokens among the batch's K
-    lengths: torch.Tensor  # [B] of the rows, without their padding
-    pictures: list = ()  # (row, place of its first token, PNG) of each
-    recompute: bool = False  # its graph has no room: it is computed again in the backward pass
+    sequences: list  # [Sequence] what the forward passes read
+    outcomes: torch.Tensor  # [N]
+    group: torch.Tensor  # [N] the group of a trajectory: those of one task
+    step_traj: torch.Tensor  # [S] the trajectory of a step
+    token_step: torch.Tensor  # [K] the step of an action token
+    invalid: torch.Tensor  # [S] the answer had no valid action
+    engine_logprobs: torch.Tensor  # [K]
+    progress: torch.Tensor  # [S] a ground truth that no algorithm sees
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_traj)
 
 
-def flat_tensors(trajectories: list) -> dict:
-    """A batch's fields: N trajectories, S steps and K action tokens, numbered in their order.
-
-    sequences (what the forward passes read), outcomes [N], group [N], step_traj [S], token_step
-    [K], invalid [S], engine_logprobs [K], progress [S]. What belongs together are neighbours."""
+def flatten(trajectories: list[Trajectory]) -> Batch:
+    """Number groups, trajectories, steps and action tokens through the batch, in their order."""
     tasks = list(dict.fromkeys(t.task for t in trajectories))
     steps = [step for t in trajectories for step in t.steps]
     sequences, step_traj, token_step = [], [], []
     for number, t in enumerate(trajectories):
         for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
-            numbered = [len(step_traj) + s if s >= 0 else -1 for s in t.step_ids[start:end]]
-            acting = [s for s in numbered if s >= 0]
+            acting = [len(step_traj) + step for step in t.step_ids[start:end] if step >= 0]
+            is_action = torch.tensor([step >= 0 for step in t.step_ids[start:end]])
             tokens = torch.arange(len(token_step), len(token_step) + len(acting))
-            ids = torch.tensor(t.token_ids[start:end])
             pictures = [(at - start, png) for at, png in t.pictures if start <= at < end]
-            sequences.append(Sequence(ids, torch.tensor(numbered), tokens, pictures))
+            ids = torch.tensor(t.token_ids[start:end])
+            sequences.append(Sequence(ids, is_action, tokens, pictures))
             token_step += acting
         step_traj += [number] * len(t.steps)
 
-    return {
-        "sequences": sequences,
-        "outcomes": torch.tensor([float(t.outcome) for t in trajectories]),
-        "group": torch.tensor([tasks.index(t.task) for t in trajectories]),
-        "step_traj": torch.tensor(step_traj),
-        "token_step": torch.tensor(token_step),
-        "invalid": torch.tensor([not step.valid for step in steps]),
-        "engine_logprobs": torch.tensor([x for step in steps for x in step.engine_logprobs]),
-        "progress": torch.tensor([step.progress for step in steps]),
-    }
-
-
-def padded(sequences: list[Sequence], recompute: bool = False) -> MicroBatch:
-    return MicroBatch(
-        ids=pad_sequence([s.ids for s in sequences], batch_first=True),
-        steps=pad_sequence([s.steps for s in sequences], batch_first=True, padding_value=-1),
-        tokens=torch.cat([s.tokens for s in sequences]),
-        lengths=torch.tensor([len(s.ids) for s in sequences]),
-        pictures=[(row, *picture) for row, s in enumerate(sequences) for picture in s.pictures],
-        recompute=recompute,
+    return Batch(
+        sequences,
+        outcomes=torch.tensor([float(t.outcome) for t in trajectories]),
+        group=torch.tensor([tasks.index(t.task) for t in trajectories]),
+        step_traj=torch.tensor(step_traj),
+        token_step=torch.tensor(token_step),
+        invalid=torch.tensor([not step.valid for step in steps]),
+        engine_logprobs=torch.tensor([x for step in steps for x in step.engine_logprobs]),
+        progress=torch.tensor([float(step.progress) for step in steps]),
     )
+
+
+# ------------ micro-batches ------------
+
+
+class MicroBatch(NamedTuple):
+    """Sequences that pass through a model together, padded on the right, with s steps and k action
+    tokens. One without steps is a share of work that other processes have (FSDP)."""
+
+    ids: torch.Tensor  # [B, T]
+    is_action: torch.Tensor  # [B, T]
+    tokens: torch.Tensor  # [k] the places of the action tokens among the batch's K
+    steps: torch.Tensor  # [s] the places of their steps among the batch's S
+    token_step: torch.Tensor  # [k] the step of an action token, among these s
+    pictures: list = ()  # (row, place of its first token, PNG) of each
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+
+def sum_per_step(values: torch.Tensor, batch: Batch | MicroBatch) -> torch.Tensor:
+    """Sums over the action tokens of each step: [S] of values [K], or [s] of values [k]."""
+    sums = values.new_zeros(batch.num_steps)
+    return sums.index_add(0, batch.token_step.to(values.device), values)
+
+
+def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
+    """Yield this process's micro-batches of the batch, under a progress bar: sequences of similar
+    length, at most --micro-batch-tokens with their padding. No result depends on how they are cut.
+
+    only: [S], or the length of whatever batch.token_step numbers; a sequence takes part where any
+    of its actions does. None: all do. Of sharded weights (FSDP) all processes gather each layer at
+    once, so one that has fewer micro-batches gets some without steps."""
+    sequences = batch.sequences
+    if only is not None:
+        wanted = only[batch.token_step]  # [K]
+        sequences = [s for s in sequences if wanted[s.tokens].any()]
+
+    packs = pack(sequences, args.run_args.micro_batch_tokens)
+    mine = processes.my_part(packs)
+    for sequences in tqdm(mine, label, leave=False, disable=None):
+        yield padded(sequences, batch)
+    for _ in range(processes.most_parts(packs) - len(mine) if fsdp.wanted() else 0):
+        yield nothing(batch)
 
 
 def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
@@ -87,100 +221,25 @@ def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
     return packs
 
 
-def micro_batches(network: Network, batch, args, only=None, label: str = ""):
-    """Yield this process's micro-batches of the batch; with a label, under a progress bar.
-
-    only: [S], or the length of whatever batch.token_step numbers; a sequence takes part where any
-    of its actions does. None: all do. Of a sharded network the weights are gathered by all
-    processes at once: one that has fewer micro-batches takes part in the others' with a token and
-    no result."""
-    sequences = batch.sequences
-    if only is not None:
-        wanted = only[batch.token_step]  # [K]
-        sequences = [s for s in sequences if wanted[s.tokens].any()]
-
-    packs = pack(sequences, args.run_args.micro_batch_tokens)
-    mine = processes.my_part(packs)
-    hidden_bar = None if label else True
-    for sequences in tqdm(mine, label, leave=False, disable=hidden_bar):
-        yield padded(sequences)
-
-    missing = processes.most_parts(packs) - len(mine)
-    for _ in range(missing if processes.is_sharded(plain(network.model)) else 0):
-        logprobs = action_logprobs(network, nothing(batch), args)  # [0]
-        if torch.is_grad_enabled():
-            logprobs.sum().backward()
+def padded(sequences: list[Sequence], batch: Batch) -> MicroBatch:
+    """These sequences of the batch as a micro-batch."""
+    tokens = torch.cat([s.tokens for s in sequences])  # [k]
+    steps, token_step = batch.token_step[tokens].unique(return_inverse=True)  # [s], [k]
+    return MicroBatch(
+        ids=pad_sequence([s.ids for s in sequences], batch_first=True),
+        is_action=pad_sequence([s.is_action for s in sequences], batch_first=True),
+        tokens=tokens,
+        steps=steps,
+        token_step=token_step,
+        pictures=[(row, *picture) for row, s in enumerate(sequences) for picture in s.pictures],
+    )
 
 
-def nothing(batch) -> MicroBatch:
-    """A forward pass without a result, of a process that has nothing to do while others have."""
+def nothing(batch: Batch) -> MicroBatch:
+    """A micro-batch without steps: a forward and a backward pass that change nothing."""
     first = batch.sequences[0]
     ids = torch.zeros(2, dtype=torch.long)
     if first.pictures:  # the tower's weights are gathered too
         ids = first.ids
-    return padded([Sequence(ids, torch.full_like(ids, -1), ids[:0], first.pictures)])
-
-
-@torch.no_grad()
-def batch_logprobs(network, batch, args, only=None, label="log-probabilities") -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU; 0 for sequences of which no step is in
-    only [S]."""
-    logprobs = torch.zeros(len(batch.token_step))
-    for micro in micro_batches(network, batch, args, only, label):
-        logprobs[micro.tokens] = action_logprobs(network, micro, args).cpu()
-    return processes.total(logprobs)
-
-
-def pair_bundles(batch, pairs: list[tuple[int, int]], args):
-    """Yield (pairs, their micro-batches) of this process, under a progress bar: what a loss over
-    pairs has to see at once.
-
-    No pair leaves its group, so a bundle is whole groups, as many as --micro-batch-tokens hold, or
-    one. The graphs of as many tokens wait for the loss; what a large group has beyond is computed
-    again. Trajectories that stand in no pair are left out. Where weights are divided all processes
-    have as many bundles and as many micro-batches in them, if need be without a pair or a result,
-    and none is computed again: the weights are gathered by all at once."""
-    budget, together = args.run_args.micro_batch_tokens, processes.sharded()
-    bundles = group_bundles(batch, pairs, budget)
-    mine = processes.my_part(bundles)
-    mine += [([], [])] * ((processes.most_parts(bundles) - len(mine)) * together)
-    most = 0  # micro-batches of a bundle, where all processes have to make as many
-    if together:
-        most = max((len(pack(sequences, budget)) for _, sequences in bundles), default=0)
-    for bundle_pairs, sequences in tqdm(mine, "PRM", leave=False, disable=None):
-        held, micros = 0, []
-        for packed in pack(sequences, budget):
-            held += len(packed) * len(packed[0].ids)
-            micros.append(padded(packed, recompute=held > budget and not together))
-        yield bundle_pairs, micros + [nothing(batch)] * max(0, most - len(micros))
-
-
-def group_bundles(batch, pairs: list[tuple[int, int]], budget: int) -> list:
-    """[(pairs, sequences)] of whole groups, as many as `budget` tokens hold, or of one group."""
-    compared = {trajectory for pair in pairs for trajectory in pair}
-    by_group: dict[int, list[Sequence]] = {}
-    for sequence in batch.sequences:
-        trajectory = int(batch.step_traj[sequence.steps.max()])
-        if trajectory in compared:
-            by_group.setdefault(int(batch.group[trajectory]), []).append(sequence)
-
-    bundles, room = [], 0
-    for group in sorted(by_group):
-        sequences = by_group[group]
-        group_pairs = [pair for pair in pairs if batch.group[pair[0]] == group]
-        size = sum(len(s.ids) for s in sequences)
-        if not bundles or size > room:
-            bundles.append(([], []))
-            room = budget
-        bundles[-1][0].extend(group_pairs)
-        bundles[-1][1].extend(sequences)
-        room -= size
-    return bundles
-
-
-def average(seen: list[tuple[int, dict]], names: list[str]) -> dict:
-    """Means of these statistics, from (weight, {name: value}) of what each process has seen. None
-    where nothing was seen."""
-    sums = [sum(weight * stats[name] for weight, stats in seen) for name in names]
-    *sums, weight = processes.total([*sums, sum(weight for weight, _ in seen)])
-    return {name: value / weight if weight else None for name, value in zip(names, sums)}
+    no_action = torch.zeros_like(ids, dtype=torch.bool)
+    return padded([Sequence(ids, no_action, ids[:0], first.pictures)], batch)

@@ -142,6 +142,20 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
     return model
 
 
+def read_seeing_model(path: str, model: str, reading: dict):
+    """A Qwen2.5-VL with what reads pictures for it, model.picture_processor."""
+    from runtime.vision.pictures import PictureProcessor
+
+    from transformers import AutoConfig
+
+    trust = reading["trust_remote_code"]
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    processor = PictureProcessor(path, config, model)
+    causal = read_causal_model(path, "AutoModelForImageTextToText", **reading)
+    causal.picture_processor = processor
+    return causal
+
+
 def check_head(model) -> None:
     """Raise ModelError where the model does more to its logits than its head does to the last
     hidden states: log-probabilities here are those of the head."""

@@ -1,10 +1,11 @@
 """A model with its adapter and its optimiser, and the log-probabilities that it gives to tokens."""
 
+import copy
 import math
-from contextlib import contextmanager
 from functools import partial
 
-from runtime.distributed import processes
+from runtime.data import micro_batches
+from runtime.distributed import fsdp, processes
 from runtime.view.terminal import warn
 from runtime.vision.pictures import has_frozen_tower, never_sampled, picture_inputs
 
@@ -12,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 SKIPS = 3  # so many updates in a row that are not finite end a run
-FUSED = ("cuda",)  # devices on which AdamW updates all parameters in one kernel
+LOGITS = 2**28  # so many of them are computed at a time
 
 
 def is_adapted(model) -> bool:
@@ -25,27 +26,6 @@ def plain(model):
     return model.get_base_model() if is_adapted(model) else model
 
 
-def trainable(model) -> list[torch.nn.Parameter]:
-    """The parameters that an optimiser is for."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def add_adapter(model, name: str, rank: int):
-    """The model, computing with one more LoRA adapter on the same base weights and training it
-    alone. The adapter starts as the identity. A frozen vision tower gets none."""
-    from peft import LoraConfig, get_peft_model
-
-    layers = {"target_modules": "all-linear"}
-    if has_frozen_tower(plain(model)):
-        layers["exclude_modules"] = r".*\bvisual\..*"
-    config = LoraConfig(r=rank, lora_alpha=rank, task_type="CAUSAL_LM", **layers)
-    if not is_adapted(model):
-        return get_peft_model(model, config, adapter_name=name)
-    model.add_adapter(name, config)
-    model.set_adapter(name)
-    return model
-
-
 def compute_with(model, adapters: tuple[str, ...]) -> None:
     """Let the model compute with these adapters on its base weights, as many of them as it has;
     where it has none of them, with the base weights alone."""
@@ -55,6 +35,182 @@ def compute_with(model, adapters: tuple[str, ...]) -> None:
             layer.enable_adapters(bool(there))
             if there:
                 layer.set_adapter(there)
+
+
+def add_adapter(model, name: str, lora):
+    """The model with one more LoRA adapter (a peft LoraConfig) on the same base weights, which
+    starts as the identity and alone requires gradients. A frozen vision tower gets none."""
+    from peft import get_peft_model
+
+    if has_frozen_tower(plain(model)) and not lora.exclude_modules:
+        lora.exclude_modules = r".*\bvisual\..*"
+    if not is_adapted(model):
+        return get_peft_model(model, lora, adapter_name=name)
+    model.add_adapter(name, lora)
+    model.set_adapter(name)
+    return model
+
+
+class Network:
+    """What computes log-probabilities with some weights, and the optimiser that trains them.
+
+    name: the network's in checkpoints, and its adapter's if it has one. adapters: of those on the
+    model, these compute. trained: the parameters that are its own."""
+
+    def __init__(self, name: str, model, adapters: tuple[str, ...] = ()):
+        self.name, self.model, self.adapters = name, model, adapters or (name,)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = None
+        self.skips = 0  # updates in a row that were not finite
+
+    @property
+    def plain(self):
+        """The transformers model itself, which other networks may share."""
+        return plain(self.model)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether an adapter alone is trained."""
+        return is_adapted(self.model)
+
+    # ------------ other networks ------------
+
+    def with_adapter(self, name: str, lora) -> "Network":
+        """A network that computes with these weights, as they are at any time, plus a LoRA adapter
+        of its own (a peft LoraConfig), which alone it trains."""
+        model = add_adapter(self.model, name, lora)
+        return Network(name, model, (*self.adapters, name))
+
+    def copy(self, name: str) -> "Network":
+        """A network that starts with these weights and goes its own way: a full copy; of a LoRA
+        policy, whose base nobody trains, a copy of its adapter."""
+        if not is_adapted(self.model):
+            return Network(name, copy.deepcopy(self.model))
+        lora = copy.deepcopy(self.model.peft_config[self.name])
+        network = Network(name, add_adapter(self.model, name, lora), (name,))
+        own = {key.replace(f".{self.name}.", f".{name}."): p for key, p in self.own_weights()}
+        for key, parameter in network.own_weights():
+            parameter.data.copy_(own[key])
+        return network
+
+    def initial(self) -> "Network":
+        """The policy as it is now, for good: a LoRA policy's base, or a frozen copy."""
+        model = self.model
+        if not is_adapted(model):
+            model = copy.deepcopy(model).requires_grad_(False)
+        return Network("initial", model, ("none",))
+
+    def own_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name, parameter) of this network's adapter."""
+        return [(n, p) for n, p in self.model.named_parameters() if f".{self.name}." in n]
+
+    # ------------ forward passes ------------
+
+    def activate(self):
+        """The model, computing as this network does and training its parameters alone."""
+        compute_with(self.model, self.adapters)
+        if not fsdp.is_sharded(plain(self.model)):  # there a gathered weight keeps what it was
+            self.model.requires_grad_(False)
+            for parameter in self.trained:
+                parameter.requires_grad_(True)
+        return self.model
+
+    def hidden(self, ids: torch.Tensor, pictures=()) -> torch.Tensor:
+        """The last hidden states [B, T, H] of ids [B, T], padded on the right: causal attention
+        never looks there, so there is no mask. pictures: (row, place, PNG) of each."""
+        causal = plain(self.model)
+        inputs = {"input_ids": ids}
+        if pictures:
+            inputs = picture_inputs(causal, ids, pictures)
+        return causal.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def at_actions(self, micro, args, function) -> torch.Tensor:
+        """function(hidden [k, H], ids [k]) of a micro-batch's action tokens: the hidden states from
+        which they are predicted, and their ids. Matrix products are in --dtype."""
+        model = self.activate()
+        ids = micro.ids.to(model.device)
+        is_action = micro.is_action[:, 1:].to(model.device)  # position t predicts token t + 1
+
+        # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
+        bfloat16 = args.run_args.dtype == "bfloat16" and not fsdp.is_sharded(plain(model))
+
+        def forward():
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+                hidden = self.hidden(ids, micro.pictures)[:, :-1][is_action]
+                return function(hidden, ids[:, 1:][is_action])
+
+        return fsdp.through(plain(model), forward)
+
+    # ------------ updates ------------
+
+    def may_step(self, grad_norm: float) -> bool:
+        """Whether this gradient may be followed. One that is not finite may not, with a warning;
+        the third time in a row raises FloatingPointError."""
+        if math.isfinite(grad_norm):
+            self.skips = 0
+            return True
+        self.skips += 1
+        warn(f"{self.name}: gradient norm {grad_norm:.3g}: this update is skipped")
+        if self.skips >= SKIPS:
+            raise FloatingPointError(f"the gradient was not finite in {SKIPS} updates in a row")
+        return False
+
+
+def action_logprobs(network: Network, micro, args) -> torch.Tensor:
+    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k], with a
+    graph.
+
+    The softmax is float32, and of the whole vocabulary but the tokens of pictures and films, which
+    the engine never samples either. The head runs at these tokens only, never on [T, vocabulary].
+    Of many it takes LOGITS logits at a time, and computes them again in the backward pass."""
+    causal = plain(network.model)
+    chunk = max(1, LOGITS // causal.config.get_text_config().vocab_size)
+    never = torch.tensor(never_sampled(causal.config), dtype=torch.long, device=causal.device)
+
+    def head(hidden, targets):  # [c, H], [c] -> [c]
+        logits = causal.get_output_embeddings()(hidden).float()  # [c, vocabulary]
+        logits.div_(args.temperature)  # after the head, so that its bias is divided too
+        if len(never):
+            logits = logits.index_fill(1, never, -torch.inf)
+        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    def logprobs(hidden, targets):  # [k, H], [k] -> [k]
+        parts = [*zip(hidden.split(chunk), targets.split(chunk))]
+        if len(parts) == 1:
+            return head(hidden, targets)
+        return torch.cat([checkpoint(head, *part, use_reentrant=False) for part in parts])
+
+    return network.at_actions(micro, args, logprobs)
+
+
+@torch.no_grad()
+def batch_logprobs(network: Network, batch, args, only=None) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K] on the CPU; 0 for sequences of which no step is in
+    only [S]."""
+    logprobs = torch.zeros(len(batch.token_step))
+    for micro in micro_batches(batch, args, only, f"log-probabilities, {network.name}"):
+        logprobs[micro.tokens] = action_logprobs(network, micro, args).cpu()
+    return processes.total(logprobs)
+
+
+def sum_gradients(network: Network) -> None:
+    """Each gradient of the network becomes the sum over processes; FSDP has done that already for
+    what it shards. Gradients that the backward pass left on other networks' weights go."""
+    own = {id(parameter) for parameter in network.trained}
+    for parameter in network.model.parameters():
+        if id(parameter) not in own:
+            parameter.grad = None
+    if processes.count() == 1:
+        return
+    (number,) = processes.total([sum(p.grad is not None for p in network.trained)])
+    for parameter in network.trained if number else ():  # where no process has any, there are none
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if not fsdp.is_part(parameter):
+            parameter.grad = processes.summed(parameter.grad)
+
+
+# ------------ memory ------------
 
 
 def recompute_layers(models: list) -> bool:
@@ -80,191 +236,14 @@ def computed_again(forward, *inputs, **options):
     return checkpoint(forward, *inputs, **saving, **options)
 
 
-class Network:
-    """A model, or one of its adapters, with the optimiser that trains it.
-
-    name: the adapter's, and the network's in checkpoints. on: "policy" for a network that follows
-    the policy: as an adapter it computes on the policy's own weights and adapter, as a model of its
-    own it is moved by `following`. dtype: that of matrix products, float32 or bfloat16."""
-
-    def __init__(self, name: str, model, optimizer, dtype: str = "float32", on: str = "initial"):
-        self.name, self.model, self.optimizer = name, model, optimizer
-        self.on = on
-        # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
-        self.bfloat16 = dtype == "bfloat16" and not processes.is_sharded(plain(model))
-        self.skips = 0  # updates in a row that were not finite
-        self.norms: list[float] = []  # of the gradients of steps taken, since optimizer_stats()
-        self.skipped = 0  # updates that were not finite, since optimizer_stats()
-        self.noted: list[tuple] = []  # (tokens, log ratios) of micro-batches, since log_ratios()
-        for group in optimizer.param_groups:
-            if "fused" in group and all(p.device.type in FUSED for p in group["params"]):
-                group["fused"] = True
-
-    @property
-    def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that the optimiser trains."""
-        return self.optimizer.param_groups[0]["params"]
-
-    def activate(self):
-        """The model, computing as this network does and training its parameters alone."""
-        compute_with(self.model, (self.on, self.name))
-        if not processes.is_sharded(self.model):  # there all train, and some may be gathered now
-            self.model.requires_grad_(False)
-            for parameter in self.trained:
-                parameter.requires_grad_(True)
-        return self.model
-
-    def hidden(self, ids: torch.Tensor, pictures=()) -> torch.Tensor:
-        """The last hidden states [B, T, H] of ids [B, T], padded on the right: causal attention
-        never looks there, so there is no mask. pictures: (row, place, PNG) of each."""
-        causal = plain(self.model)
-        inputs = {"input_ids": ids}
-        if pictures:
-            inputs = picture_inputs(causal, ids, pictures)
-        return causal.base_model(**inputs, use_cache=False).last_hidden_state
-
-    def token_logprobs(self, micro, is_action: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-probabilities [k] of the tokens of micro.ids [B, T] where is_action [B, T-1] says
-        that position t predicts one. The softmax is float32, and of the whole vocabulary but the
-        tokens of pictures and films, which the engine never samples either.
-
-        The head runs only there, never on [T, vocabulary]. Of many such tokens it takes a
-        gigabyte's worth of logits at a time, and computes them again in the backward pass; so it
-        does with the whole pass where micro.recompute says so."""
-        model = self.activate()
-        causal = plain(model)
-        ids = micro.ids.to(model.device)
-        is_action = is_action.to(model.device)
-        chunk = max(1, 2**28 // causal.config.get_text_config().vocab_size)
-        never = torch.tensor(never_sampled(causal.config), dtype=torch.long, device=ids.device)
-
-        def head(hidden, targets):  # [c, H], [c] -> [c]
-            logits = causal.get_output_embeddings()(hidden).float()  # [c, vocabulary]
-            logits.div_(temperature)  # after the head, so that its bias is divided too
-            if len(never):
-                logits = logits.index_fill(1, never, -torch.inf)
-            return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-        def forward():  # -> [k]
-            with self.autocast():
-                hidden = self.hidden(ids, micro.pictures)[:, :-1][is_action].split(chunk)
-                targets = ids[:, 1:][is_action].split(chunk)
-                if len(hidden) == 1:
-                    return head(hidden[0], targets[0])
-                parts = zip(hidden, targets)
-                return torch.cat([checkpoint(head, *part, use_reentrant=False) for part in parts])
-
-        if micro.recompute:
-            return checkpoint(forward, use_reentrant=False, preserve_rng_state=False)
-        return processes.through(causal, forward)
-
-    def autocast(self):
-        """Around a forward pass: matrix products in bfloat16, if --dtype says so."""
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bfloat16)
-
-    def may_step(self, loss: float, grad_norm: float) -> bool:
-        """Whether an update may be taken. Where loss or gradient is not finite it may not, with a
-        warning; the third time in a row raises FloatingPointError. Loss: the sum over processes."""
-        (loss,) = processes.total([loss])
-        if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.norms.append(grad_norm)
-            self.skips = 0
-            return True
-
-        self.skips += 1
-        self.skipped += 1
-        numbers = f"loss {loss:.3g}, gradient norm {grad_norm:.3g}"
-        warn(f"{numbers}: this update is skipped")
-        if self.skips >= SKIPS:
-            raise FloatingPointError(f"loss or gradient was not finite in {SKIPS} updates in a row")
-        return False
-
-    def optimizer_stats(self) -> dict:
-        """{grad_norm: the mean norm of the gradients that were followed, 0 if none was; skipped:
-        how many were not finite}, since this was asked last."""
-        stats = {"grad_norm": sum(self.norms) / max(len(self.norms), 1), "skipped": self.skipped}
-        self.norms, self.skipped = [], 0
-        return stats
-
-    def note(self, tokens: torch.Tensor, log_ratios: torch.Tensor) -> None:
-        """Keep log pi_theta - log pi_old, [k], of the action tokens at these places [k] among the
-        batch's K, as an update saw them."""
-        self.noted.append((tokens, log_ratios.cpu()))
-
-    def log_ratios(self, number: int) -> torch.Tensor:
-        """What was noted since this was asked last, by all processes: [K] for number = K; NaN for
-        tokens of which no update saw the ratio."""
-        values = torch.full((number,), math.nan)
-        for tokens, log_ratios in processes.gather(self.noted):
-            values[tokens] = log_ratios
-        self.noted = []
-        return values
-
-
-def action_logprobs(network: Network, micro, args) -> torch.Tensor:
-    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k], with a
-    graph."""
-    is_action = micro.steps[:, 1:] >= 0  # [B, T-1] position t predicts token t + 1
-    return network.token_logprobs(micro, is_action, args.temperature)
-
-
-@contextmanager
-def initial(policy: Network, read):
-    """The policy's network with the initial weights in place of its own, which come back
-    afterwards. read() gives a model of them; a LoRA policy has them for its base."""
-    kept = []
-    if not is_adapted(policy.model):
-        ours = dense_parameters(policy.model).values()
-        kept = [(weight, weight.detach().cpu().clone()) for weight in ours]
-        for weight, first in zip(ours, read().parameters(), strict=True):
-            weight.data.copy_(first)
-    try:
-        dtype = "bfloat16" if policy.bfloat16 else "float32"
-        yield Network("initial", policy.model, policy.optimizer, dtype)
-    finally:
-        for weight, own in kept:
-            weight.data.copy_(own)
-
-
-@contextmanager
-def following(network: Network, policy: Network):
-    """Around an update of the policy: a network of its own weights that stands on the policy moves
-    as far as the policy moves, from pi_old + D to pi_theta + D, where D is what it has learnt."""
-    moves = network.on == "policy" and not is_adapted(network.model)
-    if moves:
-        add_policy(network.model, policy.model, -1.0)
-    yield
-    if moves:
-        add_policy(network.model, policy.model, 1.0)
-
-
-@torch.no_grad()
-def add_policy(model, policy, factor: float) -> None:
-    """Add the policy's weights, times factor, to a model of the same architecture."""
-    weights = processes.shares(policy).values()  # of a sharded policy the model has the same ones
-    if is_adapted(policy):
-        weights = (weight for _, weight in policy_weights(policy))
-    for own, weight in zip(processes.shares(model).values(), weights, strict=True):
-        own.add_(weight.to(own.dtype), alpha=factor)
-
-
-def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
-    """The weight pi_old(trainer) / pi_old(engine) of each step, [S], within --engine-correction and
-    its inverse: of all its tokens together where the ratio is of steps; else the geometric mean of
-    theirs, which is of a token's size. old_logprobs [K]."""
-    gaps = old_logprobs - batch.engine_logprobs  # [K]
-    sums = torch.zeros(len(batch.step_traj)).index_add(0, batch.token_step, gaps)  # [S]
-    if args.ratio != "step":
-        sums = sums / torch.bincount(batch.token_step)
-    cap = max(args.engine_correction, 1 / args.engine_correction)
-    return sums.exp().clamp(1 / cap, cap)
+# ------------ weights, for engines and files ------------
 
 
 def dense_parameters(model) -> dict[str, torch.nn.Parameter]:
     """{name: weight} of the model without its adapters, under the names that it has without."""
     return {
         name.replace(".base_layer.", "."): parameter
-        for name, parameter in processes.shares(plain(model)).items()
+        for name, parameter in fsdp.shares(plain(model)).items()
         if ".lora_" not in name
     }
 
@@ -283,7 +262,17 @@ def policy_weights(model):
         adapted = causal.get_submodule(layer)
         if of_layer == "weight" and "policy" in getattr(adapted, "lora_A", ()):
             parameter = parameter + adapted.get_delta_weight("policy")
-        yield name, processes.whole(parameter.detach())
+        yield name, fsdp.whole(parameter.detach())
+
+
+def adapter_weights(model, name: str) -> dict[str, torch.Tensor]:
+    """{name: tensor on the CPU} of an adapter, as peft's files have them. Of a sharded model all
+    processes have to ask."""
+    from peft import get_peft_model_state_dict
+
+    fsdp.shares(plain(model))
+    found = get_peft_model_state_dict(model, adapter_name=name)
+    return {key: fsdp.whole(t.detach()).cpu().contiguous() for key, t in found.items()}
 
 
 def assert_finite(weights) -> None:

@@ -16,18 +16,12 @@ import ctypes
 import os
 import sys
 from datetime import timedelta
-from types import MethodType
+
+from runtime.distributed import fsdp
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 GIVES = (
     "torchrun --nproc_per_node N script.py --processes N starts N "
@@ -77,18 +71,9 @@ def start(args) -> torch.device:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     if state.num_processes != number:
         sys.exit(f"--processes {number}: accelerate connected {state.num_processes}; {GIVES}")
-    if sharded() and (args.policy_lora_rank or run_args.engine == "hf"):
+    if fsdp.wanted() and (args.policy_lora_rank or run_args.engine == "hf"):
         needs = "FSDP shards a policy that is trained whole, sampled by vllm"
         sys.exit(f"--policy-lora-rank, --engine hf: {needs}")
-    adapter = getattr(args, "prm_lora_rank", 0)
-    if sharded() and adapter and getattr(args, "prm_follows", False):
-        way = "0 shards a full copy of it"
-        sys.exit(f"--prm-lora-rank {adapter}: no adapter on a sharded policy; {way}")
-    against_old = getattr(args, "variant", "") != "prime"  # whose reward is against its own base
-    if sharded() and adapter and run_args.dtype == "bfloat16" and against_old:
-        reason = "its base computes otherwise than a sharded policy, which would be a reward"
-        way = "--prm-lora-rank 0 shards a full copy, --dtype float32 makes both alike"
-        sys.exit(f"--prm-lora-rank {adapter} --dtype bfloat16: {reason}; {way}")
     # with it transformers loads weights in the first process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not state.is_main_process:
@@ -155,13 +140,14 @@ def lost_another(error: BaseException) -> bool:
 # ------------ work: divided; what came of it: together ------------
 
 
-def my_tasks(tasks: list[int]) -> list[int]:
+def my_tasks(tasks: list[int], together=None) -> list[int]:
     """This process's part of tasks in which equal ones are neighbours: whole groups, in their
-    order."""
-    groups = list(dict.fromkeys(tasks))
-    first, last = (len(groups) * i // count() for i in (rank(), rank() + 1))
-    mine = set(groups[first:last])
-    return [task for task in tasks if task in mine]
+    order. together(task): groups of equal value are not divided."""
+    together = together or (lambda task: task)
+    units = list(dict.fromkeys(map(together, tasks)))
+    first, last = (len(units) * i // count() for i in (rank(), rank() + 1))
+    mine = set(units[first:last])
+    return [task for task in tasks if together(task) in mine]
 
 
 def my_part(parts) -> list:
@@ -190,99 +176,11 @@ def total(values):
     return summed if isinstance(values, torch.Tensor) else summed.tolist()
 
 
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over processes, on its device."""
+    return reduce(tensor, "sum") if count() > 1 else tensor
+
+
 def broadcast(value):
     """The first process's value, whatever the others have."""
     return broadcast_object_list([value])[0] if count() > 1 else value
-
-
-def sum_gradients(network) -> None:
-    """Each gradient of a Network becomes the sum over processes; FSDP has done that already for
-    what it shards. Where no process has any, there are none."""
-    if count() == 1:
-        return
-    parameters = network.trained
-    (number,) = total([sum(parameter.grad is not None for parameter in parameters)])
-    for parameter in parameters if number else ():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if not isinstance(parameter, DTensor):
-            parameter.grad = reduce(parameter.grad, "sum")
-
-
-def to_float(number: torch.Tensor) -> float:
-    """A tensor of one number, of which each process may have a part."""
-    return whole(number).item()
-
-
-# ------------ FSDP: weights divided too ------------
-
-
-def sharded() -> bool:
-    """Whether accelerate's configuration asks for FSDP."""
-    return count() > 1 and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
-def shard(model, dtype: str = "float32"):
-    """The model with its weights divided between the processes, layer by layer, if accelerate's
-    configuration asks for FSDP: offloading and resharding are as it says. Else the model as it is.
-
-    Where --dtype is bfloat16, a layer's weights are gathered and computed with in bfloat16, unless
-    the configuration names a precision; gradients are summed, and weights kept, in float32."""
-    if not sharded():
-        return model
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    options = {}
-    if plugin.cpu_offload:
-        options["offload_policy"] = plugin.cpu_offload
-    if dtype == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if plugin.mixed_precision_policy:
-        options["mp_policy"] = plugin.mixed_precision_policy
-    for module in list(model.modules()):
-        if type(module).__name__ in (model._no_split_modules or ()):
-            fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **options)
-    fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # gradients of processes are summed, not averaged
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    model.through = MethodType(lambda self, function, *inputs: function(*inputs), model)
-    register_fsdp_forward_method(model, "through")
-    return model
-
-
-def is_sharded(model) -> bool:
-    """Whether this model's weights are divided."""
-    return isinstance(model, FSDPModule)
-
-
-def through(model, function, *inputs):
-    """function(*inputs), which computes with the model's weights: FSDP gathers them meanwhile."""
-    return model.through(function, *inputs) if is_sharded(model) else function(*inputs)
-
-
-def shares(model) -> dict[str, torch.nn.Parameter]:
-    """{name: parameter} of a model, of a sharded one this process's part of each, which are what
-    its optimiser has: a forward pass may have left some of them gathered, in memory that FSDP is
-    going to free and nobody else may hold."""
-    for module in model.modules():
-        if is_sharded(module):
-            module.reshard()
-    return dict(model.named_parameters())
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of which each process may have a part; all processes have to ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole tensor, divided as another one is, on its device."""
-    tensor = tensor.to(like.device)
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(
-        tensor, like.device_mesh, like.placements, src_data_rank=None
-    )  # everyone has it whole

@@ -15,7 +15,6 @@ that was killed and taken up again gives what it would have given.
 
 import errno
 import hashlib
-import json
 import shutil
 import sys
 import time
@@ -23,27 +22,32 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.distributed import processes
-from runtime.networks import Network, is_adapted, plain, policy_shapes, policy_weights
+from runtime.data import Step, Trajectory
+from runtime.distributed import fsdp, processes
+from runtime.networks import (
+    Network,
+    adapter_weights,
+    is_adapted,
+    plain,
+    policy_shapes,
+    policy_weights,
+)
 from runtime.saving.files import (
-    append,
-    copy_aside,
     hash_file,
     read_json,
-    read_rows,
-    replace_file,
     sync,
     to_json,
     write_json,
 )
 from runtime.saving.tensors import write_tensors
-from runtime.view.terminal import say, warn
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-FORMAT = 1  # of a checkpoint
-REPLAY = "replay.safetensors"
+FORMAT = 2  # of a checkpoint
+IDS = "token_ids", "step_ids"  # of a trajectory
+LISTS = "lists.pt"  # what a script keeps beside its networks
 CHEAP = 2**30  # [bytes] a smaller checkpoint is written after every iteration
 SHARE = 0.05  # of the run's time, what larger ones may take, if --save-every does not say
 writer = ThreadPoolExecutor(1, "checkpoint")
@@ -77,18 +81,18 @@ def best_kept(run: Path) -> list | None:
 
 
 def save_checkpoint(
-    run: Path, rows: list[dict], networks: list[Network], tokenizer, args, replay=None
+    run: Path, rows: list[dict], networks: list[Network], tokenizer, args, lists: dict[str, list]
 ) -> None:
     """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: as
     --save-every says, after the last iteration, and after the best evaluation. The last --keep and
     the best are kept.
 
     A network is saved as the adapter of its name, one that is trained whole (the policy) as a dense
-    model in --dtype. replay: the runtime.replay.Replay of a script that has one. Trained parameters
-    and their moments go to trained.safetensors as name.index[.moment]. Raises FloatingPointError
-    where a parameter is not finite: such a network is not kept. Of several processes the first one
-    writes; of a sharded policy the others have parts to give, a tensor at a time. It is on the disk
-    after finish_saving()."""
+    model in --dtype. lists: what a script keeps beside its networks, numbers and groups of
+    episodes. Trained parameters and their moments go to trained.safetensors as name.index[.moment].
+    Raises FloatingPointError where a parameter is not finite: such a network is not kept. Of
+    several processes the first one writes; of a sharded policy the others have parts to give, a
+    tensor at a time. It is on the disk after finish_saving()."""
     began, iteration, best, due = time.perf_counter(), rows[-1]["iteration"], None, None
     if processes.rank() == 0:
         finish_saving()
@@ -104,15 +108,17 @@ def save_checkpoint(
     try:
         state = state_of(networks)
         shapes = {key: (part.dtype, part.shape) for key, part in state.items()}
-        wholes = ((key, processes.whole(part)) for key, part in state.items())
+        wholes = ((key, fsdp.whole(part)) for key, part in state.items())
         write_tensors(draft / "trained.safetensors", shapes, wholes)
         for network in networks:
-            if not is_adapted(network.model):
+            if is_adapted(network.model):
+                write_adapter(draft / network.name, network)
+            else:
                 write_dense(draft / network.name, network.model, tokenizer, args)
-            elif processes.rank() == 0:  # peft adds the adapter's name to the path
-                network.model.save_pretrained(draft, selected_adapters=[network.name])
-        if replay and processes.rank() == 0:
-            replay.save(draft / REPLAY)
+        if lists and processes.rank() == 0:
+            torch.save(
+                {name: [kept(x) for x in each] for name, each in lists.items()}, draft / LISTS
+            )
     except BaseException:
         clear(draft)
         raise
@@ -189,6 +195,39 @@ def state_of(networks: list[Network]) -> dict:
             for moment, value in network.optimizer.state[parameter].items():
                 state[f"{key}.{moment}"] = value
     return dict(sorted(state.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def kept(item):
+    """What a checkpoint keeps of an entry of a script's list: of episodes their tokens, as numbers
+    that torch reads back without running any program."""
+    if isinstance(item, list):
+        return [kept(each) for each in item]
+    if not isinstance(item, Trajectory):
+        return item
+    ids = {name: torch.tensor(getattr(item, name), dtype=torch.int32) for name in IDS}
+    about = {"task": item.task, "outcome": item.outcome, "starts": item.starts}
+    steps = [(step.valid, step.progress) for step in item.steps]
+    return ids | about | {"steps": steps, "pictures": item.pictures}
+
+
+def taken_up(item):
+    """What `kept` was made of. An episode has its tokens again, without words."""
+    if isinstance(item, list):
+        return [taken_up(each) for each in item]
+    if not isinstance(item, dict):
+        return item
+    ids = {name: item[name].tolist() for name in IDS}
+    steps = [Step("", "", [], valid=valid, progress=progress) for valid, progress in item["steps"]]
+    return Trajectory(**item | ids | {"steps": steps})
+
+
+def write_adapter(path: Path, network: Network) -> None:
+    """Write a network's adapter as peft reads it."""
+    weights = adapter_weights(network.model, network.name)
+    if processes.rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(weights, path / "adapter_model.safetensors")
+        network.model.peft_config[network.name].save_pretrained(path)
 
 
 def write_dense(path: Path, model, tokenizer, args) -> None:
@@ -291,125 +330,6 @@ def link(run: Path, path: Path, names: list[str], best: tuple[int, float] | None
         (run / ".link").replace(run / name)
 
 
-def load_checkpoint(run: Path, networks: list[Network], replay=None) -> tuple[int, list[dict]]:
-    """Take up the run's last whole checkpoint: (its iteration, the rows of metrics.jsonl up to it),
-    (0, []) of a run that was stopped before its first. Later rows come again: what they were goes
-    to replaced-metrics.jsonl and replaced-episodes.jsonl.
-
-    A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken.
-    So is a copy of a table in which more is damaged than a torn last line: its other rows are read.
-    Exits with one line that names the file where none is whole, or where one was written by a newer
-    version or for another model. Of several processes the first one looks for it, and cleans up
-    before the others read."""
-    found = None
-    if processes.rank() == 0:
-        if (run / "checkpoints" / "draft").exists():
-            cut_off = "a checkpoint that was being written when the run stopped; left out"
-            say(f"{run}/checkpoints/draft: {cut_off}")
-            shutil.rmtree(run / "checkpoints" / "draft")
-        found = last_whole(run)
-
-    path, about = processes.broadcast(found)
-    iteration, rows = 0, []
-    if path:
-        iteration = int(path.name)
-        for network in networks:
-            install(path / "trained.safetensors", network)
-            network.skips = about["skipped"].get(network.name, 0)
-        if replay:
-            replay.load(path / REPLAY)
-    if processes.rank():
-        processes.wait()
-    with told_when_full(run):
-        for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):
-            rows, unreadable = read_rows(run / name)
-            if processes.rank() == 0:
-                keep_damaged(run / name, rows, unreadable, path)
-            again = [row for row in rows if path and row["iteration"] > iteration]
-            rows = [row for row in rows if path and row["iteration"] <= iteration]
-            if processes.rank() == 0:
-                if again:  # they come again; what they were is kept
-                    append(run / f"replaced-{name}", map(json.dumps, again))
-                replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
-        if path and processes.rank() == 0:
-            names = [network.name for network in networks]
-            link(run, path, names, best_of(rows, about["best"]))
-
-    if processes.rank() == 0:
-        processes.wait()
-    return iteration, rows
-
-
-def keep_damaged(table: Path, rows: list[dict], unreadable: int, checkpoint: Path | None) -> None:
-    """Warn of what is missing in a table of the run that goes on from this checkpoint, and keep a
-    copy of it where it cannot be read, or where the run begins again."""
-    said = []
-    if unreadable:
-        said.append(f"{unreadable} lines cannot be read; the file is kept as ")
-        said[-1] += f"{copy_aside(table).name}, its other {len(rows)} rows are read"
-    elif rows and not checkpoint and rows[-1]["iteration"]:
-        said.append("no checkpoint is there, so the run begins again; the file is kept as ")
-        said[-1] += copy_aside(table).name
-    lost = set(range(int(checkpoint.name) + 1) if checkpoint else ())
-    lost -= {row["iteration"] for row in rows}
-    if table.name == "metrics.jsonl" and lost:
-        said.append(f"iterations without a row: {', '.join(map(str, sorted(lost)))}")
-    if said:
-        warn(f"{table}: {'; '.join(said)}")
-
-
-def last_whole(run: Path) -> tuple[Path | None, dict]:
-    """(path, state.json) of the last checkpoint that is what was written; damaged ones after it are
-    set aside. No checkpoint: (None, {})."""
-    damaged, reason = [], None
-    for path in reversed(kept_in(run)):
-        try:
-            about = read_checkpoint(path)
-        except DamagedError as error:
-            reason = reason or error
-            aside = f"{path.name} is set aside and the checkpoint before it taken"
-            warn(f"{error}; {aside}")
-            damaged.append(path)
-            continue
-        for each in damaged:
-            shutil.rmtree(each.with_suffix(".damaged"), ignore_errors=True)
-            each.rename(each.with_suffix(".damaged"))
-        return path, about
-
-    if damaged:
-        sys.exit(f"--resume {run}: {reason}; no other checkpoint is whole")
-    return None, {}
-
-
-def read_checkpoint(path: Path) -> dict:
-    """state.json of a checkpoint, every file of it compared with its hash. Raises DamagedError with
-    the file's name; exits where a newer version wrote it."""
-    state = path / "state.json"
-    try:
-        about = read_json(state)
-        number, written = about["format"], about.pop("sum")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedError(f"{state}: missing, cut off or not a checkpoint's") from error
-    if number != FORMAT:
-        sys.exit(f"{state}: written in format {number}, this version reads {FORMAT}")
-    if sum_of(about) != written:
-        raise DamagedError(f"{state}: not what was written (its hash differs)")
-
-    for name, (size, digest) in about["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise DamagedError(f"{file}: missing")
-        if file.stat().st_size != size:
-            raise DamagedError(f"{file}: {file.stat().st_size} bytes, {size} were written")
-        if hash_file(file) != digest:
-            raise DamagedError(f"{file}: not what was written (its hash differs)")
-    try:
-        with safe_open(path / "trained.safetensors", framework="pt"):
-            return about
-    except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{path / 'trained.safetensors'}: {error}") from error
-
-
 def install(file: Path, network: Network) -> None:
     """Copy a network's parameters and moments out of a checkpoint's file, tensor by tensor, this
     process's part of each; exits where they are another model's."""
@@ -429,12 +349,12 @@ def install(file: Path, network: Network) -> None:
             _, i, *moment = key.split(".")
             parameter, tensor = parameters[int(i)], tensors.get_tensor(key)
             if not moment:
-                parameter.data.copy_(processes.part(tensor, parameter))
+                parameter.data.copy_(fsdp.part(tensor, parameter))
             elif moment == ["step"]:  # a number, on the CPU unless the optimiser is fused
                 tensor = tensor.to(parameter.device) if fused else tensor
                 network.optimizer.state[parameter]["step"] = tensor
             else:
-                own_part = processes.part(tensor, parameter).clone()  # not a view of the file
+                own_part = fsdp.part(tensor, parameter).clone()  # not a view of the file
                 network.optimizer.state[parameter][moment[0]] = own_part
 
 

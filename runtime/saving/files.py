@@ -25,7 +25,7 @@ def finite(value):
 
 
 def to_json(value, **options) -> str:
-    return json.dumps(finite(value), allow_nan=False, default=repr, **options)
+    return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def read_json(path: Path):

@@ -44,7 +44,8 @@ def write_tensors(file: Path, shapes: dict[str, tuple], tensors) -> None:
         out.write(len(text).to_bytes(8, "little") + text)
         for due, (dtype, shape) in shapes.items():
             name, tensor = next(tensors)
-            assert name == due and tensor.shape == torch.Size(shape), f"{name} for {due}"
+            if name != due or tensor.shape != torch.Size(shape):
+                raise ValueError(f"{name} {tuple(tensor.shape)} where {due} {tuple(shape)} is due")
             assert_finite([(name, tensor)])
             tensor = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
             out.write(tensor.view(torch.uint8).numpy())

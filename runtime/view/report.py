@@ -6,11 +6,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from runtime.distributed import processes
-from runtime.rounds import faults
+from runtime.distributed import fsdp, processes
 from runtime.saving.files import EPISODE_VERSION, replace_file, to_json
 from runtime.view import viewer
 from runtime.view.terminal import say, warn
+from runtime.worlds import summary_of
 
 import torch
 
@@ -32,7 +32,7 @@ def announce(run) -> None:
     model = f"{size:.2f} M parameters, engine {run.engine_kind}, {run.policy_model.device}"
     say(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
     if processes.count() > 1:
-        how = "sharded (FSDP)" if processes.sharded() else "a copy in each"
+        how = "sharded (FSDP)" if fsdp.wanted() else "a copy in each"
         parts = "each has an engine and a share of the tasks"
         say(f"{processes.count()} processes, the policy {how}: {parts}")
 
@@ -43,7 +43,7 @@ def announce(run) -> None:
     say(f"an iteration: {episodes} episodes, {most}")
 
 
-def describe(trajectories: list, kind: str, env=None) -> dict:
+def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     """Means over trajectories; valid_actions over steps, dead_groups over groups; and what the
     world has to say of them (env.summary, of judges and partners).
 
@@ -54,7 +54,7 @@ def describe(trajectories: list, kind: str, env=None) -> dict:
         groups.setdefault(t.task, []).append(t)
     steps = [step for t in trajectories for step in t.steps]
     dead = [len({t.outcome for t in group}) == 1 for group in groups.values()]
-    row = {
+    row = summary_of(env) | {
         "valid_actions": mean([step.valid for step in steps]),
         "success": mean([t.success for t in trajectories]),
         "score": mean([t.score for t in trajectories]),
@@ -66,12 +66,8 @@ def describe(trajectories: list, kind: str, env=None) -> dict:
     by_task = torch.tensor([mean([t.success for t in group]) for group in groups.values()])
     std = by_task.std(correction=min(1, len(by_task) - 1)).item()
     row["success_error"] = std / len(by_task) ** 0.5
-
-    (raised,) = processes.total([faults.pop("environment", 0)])
-    if raised:
-        row["faults"] = raised
-    if hasattr(env, "summary"):
-        row |= env.summary()
+    if faults:
+        row["faults"] = faults
     return {f"{kind}/{key}": value for key, value in row.items()}
 
 
@@ -151,30 +147,6 @@ def tables(**lines: list[str]) -> dict:
             columns = "iteration task episode outcome success truncated step".split()
             found[name] = wandb.Table(columns=[*columns, *episode["steps"][0]], data=data)
     return found
-
-
-def step_ratios(trajectories: list, policy, kind: str, clip: float) -> dict[str, torch.Tensor]:
-    """{ratio: rho of each step [S] as its minibatch saw it, clipped: the share of its ratios beyond
-    1 +- clip}, for --ratio kind; with a ratio per token their mean. NaN: left out of the update."""
-    token_step, number = [], 0
-    for t in trajectories:
-        token_step += [number + step for step in t.step_ids if step >= 0]
-        number += len(t.steps)
-
-    places = torch.tensor(token_step, dtype=torch.long)  # [K]
-    values = policy.log_ratios(len(places)).double()  # [K]
-    counts = torch.bincount(places, minlength=number)  # [S]
-    of_token = torch.arange(len(places)) if kind == "token" else places
-    ratios = values.new_zeros(len(places) if kind == "token" else number)
-    ratios = ratios.index_add(0, of_token, values)
-    if kind == "step-mean":
-        ratios = ratios / counts
-    ratios = ratios.exp()
-    clipped = torch.where(ratios.isnan(), ratios, ((ratios - 1).abs() > clip).double())
-    if kind == "token":
-        means = [ratios.new_zeros(number).index_add(0, places, x) for x in (ratios, clipped)]
-        ratios, clipped = (total / counts for total in means)
-    return {"ratio": ratios, "clipped": clipped}
 
 
 def show(row: dict, left: float | None) -> None:

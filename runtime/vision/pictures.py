@@ -9,35 +9,13 @@ import functools
 import io
 import sys
 
-from runtime.distributed import processes
+from runtime.data import pictures_of
+from runtime.distributed import fsdp
 
 import torch
 
 SECTIONS = [16, 24, 24]  # mrope_section where config.json has none
 KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
-Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
-
-
-class Context(list):
-    """Token ids of a sequence, with the pictures that its image tokens stand for."""
-
-    def __init__(self, ids: list[int], pictures: Places):
-        super().__init__(ids)
-        self.pictures = pictures
-
-
-def joined(parts: list[list[int]]) -> list[int]:
-    """One sequence of several: a Context if one of them shows pictures, else a list."""
-    ids, pictures = [], []
-    for part in parts:
-        pictures += [(len(ids) + place, png) for place, png in pictures_of(part)]
-        ids += part
-    return Context(ids, pictures) if pictures else ids
-
-
-def pictures_of(ids: list[int]) -> Places:
-    """The pictures of a sequence; of plain lists none."""
-    return getattr(ids, "pictures", [])
 
 
 def never_sampled(config) -> list[int]:
@@ -139,20 +117,6 @@ def shows_pictures(env) -> bool:
     return getattr(env, "shows_pictures", False)
 
 
-def read_seeing_model(path: str, model: str, reading: dict):
-    """A Qwen2.5-VL with what reads pictures for it, model.picture_processor."""
-    from runtime.models import read_causal_model  # which needs this module
-
-    from transformers import AutoConfig
-
-    trust = reading["trust_remote_code"]
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    processor = PictureProcessor(path, config, model)
-    causal = read_causal_model(path, "AutoModelForImageTextToText", **reading)
-    causal.picture_processor = processor
-    return causal
-
-
 def has_frozen_tower(causal) -> bool:
     """Whether the model has a vision tower of which nothing is trained (--freeze-vision)."""
     tower = getattr(causal.base_model, "visual", None)
@@ -196,7 +160,7 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
     graph where the tower trains; what a frozen tower made is kept."""
     processor = causal.picture_processor
     # processes that gather the tower's weights together may not differ in what they know
-    keeps = has_frozen_tower(causal) and not processes.is_sharded(causal)
+    keeps = has_frozen_tower(causal) and not fsdp.is_sharded(causal)
     known = processor.features if keeps else {}
     new = [png for png in dict.fromkeys(pngs) if png not in known]
     if not new:
@@ -225,7 +189,8 @@ def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, byt
     for row, place, png in pictures:
         grids[row].append((place, processor.patches(png)[1]))
         tokens = features[png].to(embeds.dtype)
-        assert (ids[row, place : place + len(tokens)] == processor.image_token).all(), "no picture"
+        if not (ids[row, place : place + len(tokens)] == processor.image_token).all():
+            raise ValueError("a picture's tokens are not where the sequence has the picture")
         embeds[row, place : place + len(tokens)] = tokens
     where = torch.stack([positions(ids.shape[1], each) for each in grids], 1)
     return {"inputs_embeds": embeds, "position_ids": where.to(ids.device)}

@@ -1,0 +1,113 @@
+"""FSDP: a network's weights, gradients and moments divided between the processes.
+
+accelerate's configuration asks for it (configs/fsdp.yaml). Each process then has a share of every
+parameter, a DTensor; a layer's weights are gathered while it computes. Gradients are summed over
+processes, not averaged. Everything that is sharded is dealt with here and nowhere else.
+"""
+
+import os
+from types import MethodType
+
+import torch
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def wanted() -> bool:
+    """Whether accelerate's configuration asks for FSDP, of several processes."""
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return several and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def shard(model, dtype: str = "float32") -> None:
+    """Divide the model's weights between the processes, layer by layer, with the adapters that are
+    on it: offloading and resharding are as accelerate's configuration says.
+
+    Where --dtype is bfloat16, a layer's weights are gathered and computed with in bfloat16, unless
+    the configuration names a precision; gradients are summed, and weights kept, in float32. What is
+    to train has to require gradients before: a weight, once gathered, keeps what it was."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    options = {}
+    if plugin.cpu_offload:
+        options["offload_policy"] = plugin.cpu_offload
+    if dtype == "bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if plugin.mixed_precision_policy:
+        options["mp_policy"] = plugin.mixed_precision_policy
+    for module in list(model.modules()):
+        if type(module).__name__ in (model._no_split_modules or ()):
+            fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    model.through = MethodType(lambda self, function, *inputs: function(*inputs), model)
+    register_fsdp_forward_method(model, "through")
+
+
+def shard_all(networks: list, dtype: str, device) -> None:
+    """Divide the weights of these networks (runtime.networks.Network) and bring them to the device;
+    their optimisers, which have no moments yet, get the parts. Networks with a base of their own
+    that nobody trains stay whole."""
+    for model in {id(n.plain): n.plain for n in networks}.values():
+        ours = [network for network in networks if network.plain is model]
+        named = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = [[named[id(parameter)] for parameter in network.trained] for network in ours]
+        for network in ours:
+            for parameter in network.trained:
+                parameter.requires_grad_(True)
+        if any(not network.is_adapter for network in ours):
+            shard(model, dtype)
+        model.to(device)
+        parts = dict(model.named_parameters())
+        for network, own in zip(ours, names):
+            network.trained = [parts[name] for name in own]
+            network.optimizer.param_groups[0]["params"] = network.trained
+
+
+def is_sharded(model) -> bool:
+    """Whether this model's weights are divided."""
+    return isinstance(model, FSDPModule)
+
+
+def through(model, function, *inputs):
+    """function(*inputs), which computes with the model's weights: FSDP gathers them meanwhile."""
+    return model.through(function, *inputs) if is_sharded(model) else function(*inputs)
+
+
+def shares(model) -> dict[str, torch.nn.Parameter]:
+    """{name: parameter} of a model, of a sharded one this process's part of each, which are what
+    its optimiser has: a forward pass may have left some of them gathered, in memory that FSDP is
+    going to free and nobody else may hold."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of which each process may have a part; all processes have to ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This process's part of a whole tensor, divided as another one is, on its device."""
+    tensor = tensor.to(like.device)
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(
+        tensor, like.device_mesh, like.placements, src_data_rank=None
+    )  # everyone has it whole
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is this process's part of one, whose gradient FSDP has summed."""
+    return isinstance(tensor, DTensor)

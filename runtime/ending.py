@@ -1,0 +1,142 @@
+"""The end of a run: whatever stops it leaves one line that says what is kept and how to go on."""
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import sys
+import traceback
+from dataclasses import asdict, is_dataclass
+
+from runtime.distributed import processes
+from runtime.engines import EngineError
+from runtime.flags import shown
+from runtime.saving.checkpoints import finish_saving, has_rows, how_to_go_on, told_when_full
+from runtime.saving.files import write_json
+
+import torch
+
+NO_MEMORY = "can't allocate memory"  # torch, on a CPU
+current: list = []  # the Run that this process is at work in
+
+
+def ends_cleanly(main):
+    """Around a script's main: what stops the run leaves one line that says what is kept and how to
+    go on. The W&B run is closed.
+
+    Ctrl-C and SIGTERM (a scheduler's), a full disk, and losses or weights that are not finite, of
+    which batch-N.json is left: the trajectories and tensors that main had. Other errors pass. Of
+    several processes the first one tells."""
+
+    own_process = main.__module__ == "__main__"
+
+    @functools.wraps(main)
+    def guarded():
+        current.clear()
+        before = signal.signal(signal.SIGTERM, raise_terminated)
+        interrupted = signal.getsignal(signal.SIGINT)
+        try:
+            main()
+        except BaseException as error:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, leave)
+            with contextlib.suppress(Exception):  # of two errors the first is told
+                finish_saving()
+            try:
+                stop(current[0] if current else None, error)
+            except SystemExit as end:
+                if own_process and current and isinstance(end.code, str):  # W&B may take time
+                    sys.stderr.write(f"{end.code}\n")
+                    sys.exit(1)
+                raise
+        finally:
+            for run in current:
+                run.board.finish()
+                discard(run)
+                if run.lock is not None:
+                    os.close(run.lock)
+            if not own_process:  # else it ends now, and a signal is quiet
+                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGINT, interrupted)
+        if own_process:
+            processes.end()
+
+    return guarded
+
+
+def stop(run, error: BaseException) -> None:
+    """End the process with what a user has to know; pass on errors that nobody foresaw."""
+    path = run.path if run else None
+    if path is None and isinstance(error, KeyboardInterrupt):
+        sys.exit("\nstopped before a run began")
+    if path is None:
+        raise error
+
+    if isinstance(error, KeyboardInterrupt):
+        by = f" by {error}" if str(error) else ""
+        sys.exit(processes.rank() or f"\nstopped{by}{how_to_go_on(path)}")
+
+    if isinstance(error, FloatingPointError):
+        if processes.rank():
+            sys.exit(1)
+        file = path / f"batch-{run.iteration:06d}.json"
+        with told_when_full(path):
+            write_json(file, what_main_had(error))
+        advice = "a smaller --learning-rate, named in --override, may help"
+        where = f"the batch is in {file}{how_to_go_on(path)}"
+        sys.exit(f"\nstopped: {error}; {where} ({advice})")
+
+    if isinstance(error, EngineError):
+        other = ", or --engine hf needs nothing more"
+        if run.args.run_args.engine_url:
+            other = ""
+        sys.exit(f"\nstopped: {shown(error)}{how_to_go_on(path)}{other}")
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+        less = "a smaller --micro-batch-tokens or --engine-memory needs less"
+        sys.exit(f"\nstopped: out of memory{how_to_go_on(path)} ({less})")
+
+    if processes.lost_another(error):
+        sys.exit(f"\nstopped: another process of this run ended{how_to_go_on(path)}")
+
+    with told_when_full(path):
+        raise error
+
+
+def discard(run) -> None:
+    """Remove the directory that this process made for a run, where nothing was kept in it; and
+    weights that servers have taken."""
+    if run.path and processes.rank() == 0:
+        shutil.rmtree(run.path / "engine", ignore_errors=True)
+    if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
+        return
+    tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"
+    for name in ("args.json", "run.json", *tables, "lock"):
+        (run.path / name).unlink(missing_ok=True)
+    shutil.rmtree(run.path / "pictures", ignore_errors=True)
+    for made in reversed(run.began):
+        with contextlib.suppress(OSError):  # somebody else's file is in it
+            made.rmdir()
+
+
+def what_main_had(error: BaseException) -> dict:
+    """The tensors and trajectories among main's variables when an error passed through it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = next(frame.f_locals for frame in frames if frame.f_code.co_name == "main")
+    had = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            had[name] = value.tolist()
+        elif isinstance(value, list) and value and is_dataclass(value[0]):
+            had[name] = [asdict(item) for item in value]
+    return had
+
+
+def raise_terminated(*_):
+    raise KeyboardInterrupt("SIGTERM")
+
+
+def leave(*_):
+    """What a signal does while the process is ending already: it ends at once, without a word."""
+    os._exit(1)

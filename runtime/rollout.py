@@ -1,0 +1,104 @@
+"""Episodes that are played side by side: one coroutine each, in one event loop."""
+
+import asyncio
+import sys
+from collections import Counter
+from contextlib import contextmanager
+
+from runtime.data import Trajectory
+from runtime.distributed import processes
+from runtime.view.terminal import warn
+from runtime.worlds import Door, WorldFault, task_of
+
+import torch
+from tqdm import tqdm
+
+FAILED_SHARE = 0.2  # of a rollout's episodes; if more worlds raise, the run ends
+
+
+def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
+    """An episode for each entry of tasks, played side by side by `play` of the script; this process
+    plays its share of them. All processes get all trajectories, in the order of tasks.
+
+    Episodes whose world raised are left out, named and counted (run.faults). Exits with one line
+    where more than a fifth are, and where members of a group begin with different prompts."""
+    tasks = [task_of(env, task) for task in tasks]
+    mine = processes.my_tasks(tasks, getattr(env, "together", None))
+    faults: list[str] = []
+    with draws_of_its_own():
+        try:
+            playing = play_all(run, play, env, mine, sampling, faults)
+            played = run.loop.run_until_complete(playing)
+        except BaseException:
+            settle(run.loop)
+            raise
+
+    faults = processes.gather(faults)
+    run.faults += len(faults)
+    if len(faults) > FAILED_SHARE * len(tasks):
+        reason, number = Counter(faults).most_common(1)[0]
+        sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
+    return processes.gather(played)
+
+
+async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[Trajectory]:
+    """The trajectories of these tasks, without those whose world raised. The engine answers beside
+    them; where it fails for good, its EngineError passes."""
+    bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
+    prompts: dict[int, tuple] = {}
+    won = []
+
+    async def one(task: int) -> Trajectory | None:
+        door = Door(env, task)
+        try:
+            t = await play(door, run.engine, run.chat, task, sampling, run.args)
+        except WorldFault as fault:
+            warn(f"{fault}; this episode is left out")
+            faults.append(str(fault).partition(": ")[2])
+            return None
+        finally:
+            door.close()
+
+        t.anchor = door.episode.anchor
+        if prompts.setdefault(task, door.prompt) != door.prompt:
+            door.refuse("prompt", door.prompt[0], "the same as in the task's other episodes")
+        if not t.steps:
+            most = run.args.max_context_tokens
+            sys.exit(f"--max-context-tokens {most}: too few for task {task}'s prompt and an answer")
+        won.append(t.success)
+        bar.update()
+        bar.set_postfix(success=f"{sum(won) / len(won):.2f}")
+        return t
+
+    serving = asyncio.ensure_future(run.engine.serve())
+    playing = asyncio.gather(*(one(task) for task in tasks))
+    try:
+        await asyncio.wait({serving, playing}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # raises what stopped the engine
+        return [t for t in await playing if t is not None]
+    finally:
+        bar.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+def settle(loop) -> None:
+    """Cancel what a rollout that was stopped has left in the loop, and let it end."""
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+
+@contextmanager
+def draws_of_its_own():
+    """With several processes each samples from numbers of its own, and what is drawn afterwards is
+    the same in all of them."""
+    if processes.count() == 1:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.initial_seed() + 7919 * (1 + processes.rank()))
+        yield

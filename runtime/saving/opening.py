@@ -1,0 +1,201 @@
+"""The start of a run: a new directory, or that of the run which --resume names.
+
+runs/NAME/run.json          each start: command, versions, git commit, hardware, hashes
+runs/NAME/args.json         the flags
+"""
+
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from runtime.distributed import processes
+from runtime.flags import flags_of, refuse, shown
+from runtime.saving.checkpoints import DamagedError, kept_in, told_when_full
+from runtime.saving.files import lock, read_json
+from runtime.saving.provenance import provenance
+from runtime.view import terminal
+from runtime.view.board import open_board
+
+FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
+    "iterations resume override run_name runs_dir track quiet "
+    "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures "
+    "gradient_checkpointing"
+).split()
+GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
+    "top_p": 1.0,
+    "step_reward": "implicit",
+    "merge_rewards": False,
+    "granularity": "step",
+}
+TOLD = {  # hashes of run.json: what they are of
+    "model": "the files of --model {}",
+    "data": "the data",
+    "panel": "the evaluation panel's tasks",
+}
+
+
+def open_run(run) -> None:
+    """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
+    --resume names.
+
+    `--resume auto` is for schedulers, which start the same command again: the run --run-name where
+    there is one, else the newest unfinished run of this script with these flags, else a new run.
+    Exits with one line where the run cannot be had: it does not exist, its flags differ, another
+    process is at work in it. Of several processes the first one opens the run, and the others are
+    told where it is."""
+    if processes.rank() == 0:
+        first_opens(run)
+    run_args = run.args.run_args
+    run_args.resume, run.path = processes.broadcast((run_args.resume, run.path))
+
+
+def first_opens(run) -> None:
+    """open_run in the first process."""
+    args, run_args, script = run.args, run.args.run_args, run.script
+    auto = run_args.resume == "auto"
+    if auto:
+        run_args.resume = str(find_run(args, script) or "")
+        found = "nothing to go on with, a new run"
+        if run_args.resume:
+            found = f"goes on with {run_args.resume}"
+        terminal.say(f"--resume auto: {found}")
+
+    name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(run_args.resume or Path(run_args.runs_dir, name))
+    if run_args.override and not run_args.resume and not auto:
+        refuse("override", " ".join(run_args.override), "it is for a run that --resume takes up")
+    if run_args.resume and not os.path.isfile(path / "args.json"):
+        sys.exit(f"--resume {run_args.resume}: no run there (it has no args.json)")
+    if not run_args.resume and (path / "args.json").exists():
+        there = f"{path} has a run already; --resume {path} goes on with it"
+        sys.exit(f"--run-name {run_args.run_name}: {there}")
+
+    starts, start = [], provenance(args, run.model_path, run.env, run.eval_env)
+    if run_args.resume:
+        refuse_others(path)
+        try:
+            saved, starts = record_of(path)
+        except DamagedError as error:
+            sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
+        refuse_other_flags(path, script, saved, starts, start, args)
+
+    with told_when_full(path):
+        made = [each for each in (path, path / "checkpoints") if not each.exists()]
+        refuse_others(path)
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        run.lock, run.path = lock(path), path
+        run.began = [] if run_args.resume else made  # unmade again where nothing begins
+    wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
+    run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
+    if run_args.track or "WANDB_SWEEP_ID" in os.environ:
+        run.board = open_board(path, wandb_id, flags_of(args), run_args.quiet)
+
+
+def record_of(path: Path) -> tuple[dict, list[dict]]:
+    """(flags, starts) of a run, from its args.json and run.json. Raises DamagedError, which names
+    the file, where one is not what a run writes."""
+    found = []
+    for name, looks_right in (("args.json", is_flags), ("run.json", is_starts)):
+        try:
+            found.append(read_json(path / name))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedError(f"{path / name} is missing, cut off or no JSON") from error
+        if not looks_right(found[-1]):
+            raise DamagedError(f"{path / name} is not what a run writes")
+    return found[0], found[1]["starts"]
+
+
+def is_flags(saved) -> bool:
+    return isinstance(saved, dict) and "seed" in saved
+
+
+def is_starts(saved) -> bool:
+    starts = saved.get("starts") if isinstance(saved, dict) else None
+    return isinstance(starts, list) and bool(starts) and all(map(is_start, starts))
+
+
+def is_start(start) -> bool:
+    hashes = start.get("hashes") if isinstance(start, dict) else None
+    texts = isinstance(hashes, dict) and [start.get("script"), start.get("wandb_id")]
+    return bool(texts) and all(isinstance(t, str) for t in texts) and {*TOLD} <= hashes.keys()
+
+
+def find_run(args, script: str) -> Path | None:
+    """The run that `--resume auto` goes on with. A directory that holds a damaged one is skipped,
+    and named."""
+    run_args = args.run_args
+    if run_args.run_name:
+        named = Path(run_args.runs_dir, run_args.run_name)
+        return named if (named / "args.json").exists() else None
+
+    flags = {name: value for name, value in flags_of(args).items() if name not in FREE}
+    paths = [path for path in Path(run_args.runs_dir).glob("*/") if (path / "args.json").exists()]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            saved, starts = record_of(path)
+        except DamagedError as error:
+            terminal.say(f"--resume auto: {shown(error)}; that directory is skipped")
+            continue
+        last = max((int(kept.name) for kept in kept_in(path)), default=0)
+        ours = starts[0]["script"] == script and flags.items() <= saved.items()
+        if ours and last < args.iterations and not lost_flags(saved, args):
+            return path
+    return None
+
+
+def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start: dict, args):
+    """Exit with all flags that differ from the run's and are not named in --override; so do files
+    and tasks that are others than those of the start before this one."""
+    ours = flags_of(args)
+    override = {name.replace("-", "_").strip("_") for name in args.run_args.override}
+    if unknown := override - ours.keys():
+        sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
+    if starts[0]["script"] != script:
+        sys.exit(f"--resume {path}: this run was made by {shown(starts[0]['script'])}.py")
+    if lost := lost_flags(saved, args):
+        began = f"another version of {script}.py began this run with {', '.join(lost)}"
+        sys.exit(f"--resume {path}: {began}, which this one does not have")
+
+    differ = []
+    for name, value in ours.items():
+        if name not in FREE and name not in override and value != saved.get(name):
+            differ.append(f"--{name.replace('_', '-')} {value}, was {shown(saved.get(name))}")
+    if differ:
+        advice = "give its flags, or name them in --override"
+        sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
+
+    # only these flags, where they are named, let the files and tasks be others
+    world = vars(args.world).keys()
+    bears = {
+        "model": {"model"},
+        "data": world,
+        "panel": {*world, "eval_set", "eval_tasks", "max_steps"},
+    }
+    for what, words in TOLD.items():
+        same = starts[-1]["hashes"][what] == start["hashes"][what]
+        if not same and not override & bears[what]:
+            other = f"{words.format(args.model)} are not those that the run began with"
+            sys.exit(f"--resume {path}: {other} (their hash differs)")
+
+
+def lost_flags(saved: dict, args) -> list[str]:
+    """The flags of a run that this version does not have, where their value meant something."""
+    unknown = saved.keys() - flags_of(args).keys()
+    lost = [name for name in unknown if name not in GONE or saved[name] != GONE[name]]
+    return [f"--{name.replace('_', '-')} {saved[name]}" for name in sorted(lost)]
+
+
+def refuse_others(path: Path) -> None:
+    """Exit where something else is in the place of a file that a run reads or writes: nothing is
+    written through a link to another place."""
+    for file in (*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"):
+        if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+            sys.exit(f"{file}: a link, a pipe or a directory in the place of a file; remove it")
+    for place in (path / "checkpoints", path / "exported", path / "engine"):
+        if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+            sys.exit(f"{place}: a link or a file in the place of a directory; remove it")
+    for link in (path / "policy", path / "prm", path / "critic", path / "best"):
+        if os.path.lexists(link) and not link.is_symlink():
+            sys.exit(f"{link}: something else in the place of a link; move it away")

@@ -1,0 +1,48 @@
+"""W&B: the run of --track, or what stands in for it."""
+
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runtime.flags import shown
+from runtime.view import terminal
+
+ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
+
+
+class NoBoard:
+    """What stands in for a W&B run without --track, so that logging never branches."""
+
+    def log(self, row: dict, step: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def knock(settings) -> None:
+    """Raise OSError where nobody is at W&B's address; its client would try for much longer."""
+    proxies = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+    address = urlsplit(settings.base_url)
+    if settings.mode == "online" and not proxies:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname, port), ANSWERS_WITHIN).close()
+
+
+def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
+    """The W&B run of --track. Where W&B does not answer within seconds, an offline one."""
+    import wandb
+
+    options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
+    wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60, "silent": quiet}
+    try:
+        knock(wandb.setup().settings)
+        return wandb.init(**options, settings=wandb.Settings(**wait))
+    except Exception as error:  # network, key and service have no common class
+        secret = os.environ.get("WANDB_API_KEY") or "\n"
+        reason = shown(str(error).split("\n")[0].replace(secret, "..."))
+        way = "the run goes on as with WANDB_MODE=offline, and `wandb sync` sends it later"
+        terminal.warn(f"--track: W&B cannot be had ({reason}); {way}")
+    wandb.teardown()  # its service holds the run half open
+    return wandb.init(**options, mode="offline")
