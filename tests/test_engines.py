@@ -12,13 +12,16 @@ import random
 import subprocess
 import sys
 
-from runtime.data import batch_logprobs
-from runtime.engines import HfEngine, VllmEngine
-from runtime.networks import add_adapter, compute_with
+from runtime.data import Step, Trajectory, flatten
+from runtime.engines import SamplingParams, answers
+from runtime.engines.transformers import TransformersEngine
+from runtime.engines.vllm import VllmEngine
+from runtime.networks import Network, add_adapter, batch_logprobs, compute_with
 
 import pytest
 import torch
-from conftest import ROOT, TINY, load, network, random_model, scripts_with, settings
+from conftest import ROOT, TINY, random_model, settings
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 STOP = json.loads((TINY / "config.json").read_text())["eos_token_id"]
@@ -43,28 +46,44 @@ def tiny():
 def adapted(model, *names: str):
     """The model with adapters of these names, computing with the policy's and training it."""
     for name in names:
-        model = add_adapter(model, name, 4)
+        model = add_adapter(model, name, config_of_lora())
     model.set_adapter("policy")
-    return network(model).activate()
+    return Network("policy", model).activate()
+
+
+def config_of_lora():
+    return LoraConfig(r=4, lora_alpha=4, target_modules="all-linear")
+
+
+def sampling_of(**changes) -> SamplingParams:
+    """As the settings of the tests have it."""
+    return SamplingParams(**{"max_tokens": 8} | changes)
+
+
+def asked(engine, args, contexts) -> list:
+    """(context, answer) of each context, sampled as the arguments say."""
+    sampling = sampling_of(temperature=args.temperature, max_tokens=args.max_action_tokens)
+    return [*zip(contexts, answers(engine, contexts, sampling))]
 
 
 def gap(engine, model, args, contexts) -> float:
     """The largest difference between the engine's and the trainer's log-probability of a token that
     it samples now."""
-    return gap_of(model, args, zip(contexts, engine.generate(contexts, args.temperature)))
+    return gap_of(model, args, asked(engine, args, contexts))
 
 
 def gap_of(model, args, samples) -> float:
     """The same of samples (context, (ids, log-probabilities))."""
-    module, trajectories = load(scripts_with("flatten", "main")[0]), []
+    trajectories = []
     for context, (ids, logprobs) in samples:
         assert 1 <= len(ids) <= args.max_action_tokens and len(ids) == len(logprobs)
         assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == args.max_action_tokens)
-        step = module.Step("", "", True, engine_logprobs=logprobs)
-        step_ids = [-1] * len(context) + [0] * len(ids)
-        trajectories.append(module.Trajectory(0, context + ids, step_ids, 0.0, [step]))
-    batch = module.flatten(trajectories)
-    ours = batch_logprobs(network(model), batch, args)
+        trajectory = Trajectory(0)
+        trajectory.append(context, ids)
+        trajectory.steps.append(Step("", "", logprobs))
+        trajectories.append(trajectory)
+    batch = flatten(trajectories)
+    ours = batch_logprobs(Network("policy", model), batch, args)
     return (ours - batch.engine_logprobs).abs().max().item()
 
 
@@ -80,16 +99,16 @@ def move(model, seed: int) -> None:
             assert not torch.equal(parameter, before)
 
 
-# ------------ hf ------------
+# ------------ transformers ------------
 
 
 @pytest.mark.parametrize("temperature", (0.0, 0.6))
-def test_hf_engine_divides_logits_with_the_bias_of_a_head(temperature):
+def test_transformers_engine_divides_logits_with_the_bias_of_a_head(temperature):
     model, args = tiny(), settings(temperature=temperature)
     model.lm_head.bias = torch.nn.Parameter(3 * torch.randn(model.config.vocab_size), False)
-    engine, (context,) = HfEngine(str(TINY), [STOP], args), contexts_of(model)[:1]
+    engine, (context,) = TransformersEngine(str(TINY), [STOP], args), contexts_of(model)[:1]
     engine.load(model)
-    ((ids, logprobs),) = engine.generate([context], temperature)
+    ((_, (ids, logprobs)),) = asked(engine, args, [context])
     logits = model(input_ids=torch.tensor([context + ids])).logits[0, len(context) - 1 : -1]
     expected = (logits / (temperature or 1.0)).log_softmax(-1)
     expected = expected[range(len(ids)), ids]
@@ -97,9 +116,9 @@ def test_hf_engine_divides_logits_with_the_bias_of_a_head(temperature):
 
 
 @pytest.mark.parametrize("temperature", (1.0, 0.6))
-def test_hf_engine_agrees_with_the_trainer(temperature):
+def test_transformers_engine_agrees_with_the_trainer(temperature):
     model, args = tiny(), settings(temperature=temperature)
-    engine = HfEngine(str(TINY), [STOP], args)
+    engine = TransformersEngine(str(TINY), [STOP], args)
     for update in range(4):
         if update:
             move(model, update)
@@ -107,9 +126,9 @@ def test_hf_engine_agrees_with_the_trainer(temperature):
         assert gap(engine, model, args, contexts_of(model)) < 1e-3
 
 
-def test_hf_engine_with_a_lora_policy():
+def test_transformers_engine_with_a_lora_policy():
     model, args = adapted(tiny(), "policy"), settings()
-    engine = HfEngine(str(TINY), [STOP], args)
+    engine = TransformersEngine(str(TINY), [STOP], args)
     for update in range(3):
         move(model, update)
         engine.load(model)
@@ -118,19 +137,19 @@ def test_hf_engine_with_a_lora_policy():
 
 
 @pytest.mark.parametrize("lora", (False, True))
-def test_hf_engine_samples_from_the_policy_whatever_its_weights_were_used_for(lora):
+def test_transformers_engine_samples_from_the_policy_whatever_its_weights_were_used_for(lora):
     """A PRM's adapter stands on the policy's own weights and has just been computed with."""
     policy = adapted(tiny(), "policy") if lora else tiny()
-    phi = add_adapter(policy, "prm", 4)
+    phi = add_adapter(policy, "prm", config_of_lora())
     for name, parameter in phi.named_parameters():
         if ".prm." in name and "lora_B" in name:
             torch.nn.init.normal_(parameter)
     args = settings()
-    engine = HfEngine(str(TINY), [STOP], args)
+    engine = TransformersEngine(str(TINY), [STOP], args)
     engine.load(policy)
     contexts = contexts_of(policy)
     compute_with(phi, ("policy", "prm"))
-    samples = [*zip(contexts, engine.generate(contexts, args.temperature))]
+    samples = asked(engine, args, contexts)
     assert gap_of(policy, args, samples) < 1e-3
     assert gap_of(tiny(), args, samples) < 1e-3  # nothing has moved the policy
     compute_with(phi, ("policy", "prm"))
@@ -139,23 +158,22 @@ def test_hf_engine_samples_from_the_policy_whatever_its_weights_were_used_for(lo
     assert (phi(input_ids=torch.tensor([contexts[0]])).logits - with_prm).abs().max() > 0.1
 
 
-def test_hf_engine_samples_the_whole_softmax():
+def test_transformers_engine_samples_the_whole_softmax():
     """A model's own sampling settings (top-k, top-p, penalties) may not bend the policy; greedy is
     greedy."""
     model = random_model(0)
     bending = dict(top_k=1, top_p=0.1, temperature=0.1, repetition_penalty=2.0)
     model.generation_config.update(do_sample=True, **bending)
-    args = settings(max_action_tokens=1)
-    engine = HfEngine("", [STOP], args)
+    engine = TransformersEngine("", [STOP], settings())
     engine.load(model)
     torch.manual_seed(0)
-    context = [5, 6, 7]
-    drawn = torch.tensor([ids[0] for ids, _ in engine.generate([context] * 4000, 1.0)])
+    context, one = [5, 6, 7], sampling_of(max_tokens=1)
+    drawn = torch.tensor([ids[0] for ids, _ in answers(engine, [context] * 4000, one)])
     with torch.no_grad():
         exact = model(input_ids=torch.tensor([context])).logits[0, -1].softmax(-1)
     frequencies = torch.bincount(drawn, minlength=len(exact)) / len(drawn)
     assert (frequencies - exact).abs().max() < 4 * (exact.max() / len(drawn)).sqrt()
-    greedy = engine.generate([context] * 3, 0.0)
+    greedy = answers(engine, [context] * 3, sampling_of(max_tokens=1, temperature=0.0))
     assert {ids[0] for ids, _ in greedy} == {exact.argmax().item()}
 
 
@@ -166,10 +184,10 @@ def played(engine, turns: int) -> list[tuple[list[int], list[float]]]:
     rng, contexts, samples = random.Random(0), [[7] * 30] * 3 + [[8] * 11] * 3, []
     for turn in range(turns):
         torch.manual_seed(turn)
-        answers = engine.generate(contexts, 1.0)
-        samples += zip(contexts, answers)
+        said = answers(engine, contexts, sampling_of(max_tokens=6))
+        samples += zip(contexts, said)
         words = [[rng.randrange(3, 150) for _ in range(rng.choice((3, 40)))] for _ in contexts]
-        contexts = [c + ids + more for c, (ids, _), more in zip(contexts, answers, words)]
+        contexts = [c + ids + more for c, (ids, _), more in zip(contexts, said, words)]
         if turn == 1:
             contexts = [contexts[0], samples[-5][0], contexts[3][:-1], [9] * 17, contexts[5]]
         if turn == 2:
@@ -178,11 +196,11 @@ def played(engine, turns: int) -> list[tuple[list[int], list[float]]]:
 
 
 @pytest.mark.parametrize("engine_memory", (2, 1e-4), ids=("kept", "in parts"))
-def test_hf_engine_keeps_what_it_has_read(engine_memory):
+def test_transformers_engine_keeps_what_it_has_read(engine_memory):
     """Contexts that go on are read from where they ended, and what comes of it are the trainer's
     log-probabilities."""
     model, args = tiny(), settings(max_action_tokens=6, engine_memory=engine_memory)
-    engine, read = HfEngine("", [STOP], args), []
+    engine, read = TransformersEngine("", [STOP], args), []
     engine.load(model)
 
     def count(_, inputs, __):
@@ -196,26 +214,26 @@ def test_hf_engine_keeps_what_it_has_read(engine_memory):
     assert (sum(read) < 0.6 * every) == (engine_memory > 1), (sum(read), every)
 
 
-def test_hf_engine_forgets_with_the_weights():
+def test_transformers_engine_forgets_with_the_weights():
     """After load nothing that the old weights computed is used."""
     model, args, context = tiny(), settings(max_action_tokens=6, engine_memory=2), [7] * 20
-    engine, fresh = (HfEngine("", [STOP], args) for _ in range(2))
+    engine, fresh = (TransformersEngine("", [STOP], args) for _ in range(2))
     engine.load(model)
-    engine.generate([context], 1.0)
+    answers(engine, [context], sampling_of(max_tokens=6))
     move(model, 1)
     samples = []
     for each in (engine, fresh):
         each.load(model)
         assert each.cache is None
         torch.manual_seed(0)
-        samples.append(each.generate([context + [9] * 5], 1.0))
+        samples.append(answers(each, [context + [9] * 5], sampling_of(max_tokens=6)))
     assert samples[0] == samples[1]
     assert engine.cache.get_seq_length() > 0
     engine.sleep()
     assert engine.cache is None
 
 
-def test_hf_engine_reads_a_window_anew():
+def test_transformers_engine_reads_a_window_anew():
     """Attention over a window would count what is hidden: such a model's contexts are read from
     their beginning."""
     config = tiny().config
@@ -224,7 +242,7 @@ def test_hf_engine_reads_a_window_anew():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     args = settings(max_action_tokens=6, engine_memory=2)
-    engine = HfEngine("", [STOP], args)
+    engine = TransformersEngine("", [STOP], args)
     engine.load(model)
     assert gap_of(model, args, played(engine, 4)) < 1e-4
 
@@ -300,7 +318,10 @@ def measure_vllm() -> dict:
         gaps[f"lora {update}"] = gap(engine, policy, args, contexts)
         assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
     gaps["lora against its base"] = gap(engine, tiny(), args, contexts)
-    once, again = ([ids for ids, _ in engine.generate(contexts, 0.0)] for _ in range(2))
+    once, again = (
+        [ids for ids, _ in answers(engine, contexts, sampling_of(temperature=0.0))]
+        for _ in range(2)
+    )
     gaps["greedy differs"] = float(once != again)
 
     dead = engine.llm

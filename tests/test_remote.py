@@ -19,16 +19,15 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
-import runtime.engines.servers
-from runtime.engines import EngineError
-from runtime.engines.servers import EXTENSION, RemoteEngine
+from runtime.engines import EngineError, SamplingParams, answers, servers
+from runtime.engines.servers import EXTENSION, ServerEngine
 
 import pytest
 import torch
 from conftest import ROOT, TINY, free_port, run_main, settings
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_engines import STOP, adapted, contexts_of, gap, move, tiny
+from test_engines import STOP, adapted, contexts_of, gap, move, sampling_of, tiny
 from test_processes import launch
 
 SMALL = """--tasks-per-iteration 2 --group-size 2 --eval-tasks 2 --eval-samples 1 --max-steps 2
@@ -43,6 +42,8 @@ class Fake:
     """What vLLM's server does, as far as the engine asks for it: the weights in it are those that
     it read last, a prefix is read again only under another salt, and a name that was loaded once
     and not unloaded is refused."""
+
+    lock = threading.Lock()  # of all of them: transformers reads one model at a time
 
     def __init__(self):
         self.model, self.version, self.adapters = tiny(), "default", {}
@@ -59,7 +60,6 @@ class Fake:
             "scheduler_config": {"enable_chunked_prefill": False},
             "parallel_config": {"worker_extension_cls": EXTENSION},
         }
-        self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
         with self.lock:
@@ -192,8 +192,8 @@ def fake():
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(runtime.engines.servers, "PAUSE", 0.05)
-    monkeypatch.setattr(runtime.engines.servers, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(servers, "PAUSE", 0.05)
+    monkeypatch.setattr(servers, "LONGEST_PAUSE", 0.2)
 
 
 def args_for(*urls, rank: int = 0, **changes) -> SimpleNamespace:
@@ -202,8 +202,8 @@ def args_for(*urls, rank: int = 0, **changes) -> SimpleNamespace:
     return args
 
 
-def engine_of(args, home: Path) -> RemoteEngine:
-    return RemoteEngine(home / "engine", str(TINY), [STOP], args)
+def engine_of(args, home: Path) -> ServerEngine:
+    return ServerEngine(home / "engine", str(TINY), [STOP], args)
 
 
 # ------------ samples and weights ------------
@@ -232,7 +232,7 @@ def test_log_probabilities_are_the_trainers_after_every_update(rank, fake, tmp_p
     stale.load(model)
     (server,) = stale.servers
     salt = server.salt
-    stale.generate(contexts, 1.0)
+    answers(stale, contexts, sampling_of())
     move(model, 4)
     stale.load(model)
     assert gap(stale, model, args, contexts) < 1e-4
@@ -262,12 +262,12 @@ def test_servers_share_the_load_and_seeds_make_samples_repeat(tmp_path):
             engine.load(model)
             torch.manual_seed(3)
             before = [len(fake.asked) for fake in fakes]
-            samples.append(engine.generate(contexts, 1.0))
+            samples.append(answers(engine, contexts, sampling_of()))
             shares = [len(fake.asked) - n for fake, n in zip(fakes, before)]
             assert shares == ([4, 4, 4] if addresses is urls else [12, 0, 0])
     assert [ids for ids, _ in samples[0]] == [ids for ids, _ in samples[1]]
     assert samples[0][0] != samples[0][6]  # equal contexts have seeds of their own
-    assert engine.generate([], 1.0) == []
+    assert answers(engine, [], sampling_of()) == []
 
 
 # ------------ servers that are lost ------------
@@ -293,12 +293,12 @@ def test_a_server_that_is_lost_and_comes_back_gets_the_weights_and_nothing_is_lo
         engine = engine_of(args, tmp_path)
         engine.load(model)
         torch.manual_seed(0)
-        expected = engine.generate(contexts_of(model), 1.0)
+        expected = answers(engine, contexts_of(model), sampling_of())
         torch.manual_seed(0)
         dies_after(first, len(first.asked) + 3)
         found = []
         rollout = threading.Thread(
-            target=lambda: found.extend(engine.generate(contexts_of(model), 1.0))
+            target=lambda: found.extend(answers(engine, contexts_of(model), sampling_of()))
         )
         rollout.start()
         while first.wrong("", {}) is None:
@@ -330,17 +330,17 @@ def test_a_server_whose_engine_died_is_waited_for(fake, tmp_path):
 
 
 def test_another_server_takes_over_what_a_lost_one_owed(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.engines.servers, "LONGEST_PAUSE", 60.0)  # a busy machine is slow to connect
+    monkeypatch.setattr(servers, "LONGEST_PAUSE", 60.0)  # a busy machine is slow to connect
     lost, model = Fake(), tiny()
     with listening(lost) as url:
         engine = engine_of(args_for(fake[1], url), tmp_path)
         engine.load(model)
         dies_after(lost, 2)
         torch.manual_seed(0)
-        samples = engine.generate(contexts_of(model), 1.0)
+        samples = answers(engine, contexts_of(model), sampling_of())
         assert engine.restarts == 1 and all(samples)
         began = time.monotonic()
-        engine.generate(contexts_of(model), 1.0)
+        answers(engine, contexts_of(model), sampling_of())
         assert time.monotonic() - began < 20
 
 
@@ -367,7 +367,7 @@ def test_two_runs_on_one_server_do_not_get_each_others_weights(fake, tmp_path):
 
 
 def test_servers_that_stay_away_end_the_run_in_one_line_and_it_goes_on_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(runtime.engines.servers, "BACK_WITHIN", 0.5)
+    monkeypatch.setattr(servers, "BACK_WITHIN", 0.5)
     fake = Fake()
     with listening(fake) as url:
         words = [*SMALL, "--engine-url", url]
@@ -506,7 +506,7 @@ def test_what_is_no_sample_is_an_error(answer, fake, tmp_path):
     engine.load(tiny())
     fake[0].wrong = lambda path, body: (200, answer) if "generate" in path else None
     with pytest.raises(EngineError, match="no sample in its answer"):
-        engine.generate([[5, 6]], 1.0)
+        answers(engine, [[5, 6]], sampling_of())
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_a_status_is_told(status, told, fake, tmp_path):
     message = {"error": {"message": "too long\nand more"}}
     fake[0].wrong = lambda path, body: (status, message) if "generate" in path else None
     with pytest.raises(EngineError, match=told):
-        engine.generate([[5, 6]], 1.0)
+        answers(engine, [[5, 6]], sampling_of())
 
 
 # ------------ vLLM's own server ------------
@@ -592,15 +592,15 @@ def test_vllms_server_has_the_trainers_log_probabilities(started, tmp_path):
             engine.load(model)
             assert gap(engine, model, args, contexts) < 1e-3
         torch.manual_seed(0)
-        once = engine.generate(contexts, 1.0)
+        once = answers(engine, contexts, sampling_of())
         torch.manual_seed(0)
-        assert [ids for ids, _ in engine.generate(contexts, 1.0)] == [ids for ids, _ in once]
+        assert [ids for ids, _ in answers(engine, contexts, sampling_of())] == [ids for ids, _ in once]
 
     # without a new salt the prefixes of old weights are found
     args, model = args_for(started.url), tiny()
     engine = engine_of(args, tmp_path)
     engine.load(model)
-    engine.generate(contexts, 1.0)
+    answers(engine, contexts, sampling_of())
     (server,) = engine.servers
     salt = server.salt
     move(model, 9)

@@ -1,8 +1,8 @@
-"""An engine that stands apart: vLLM servers on other machines sample, and this process trains.
+"""Servers elsewhere: vLLM on other machines samples, and this process trains.
 
 --engine-url names them; docs/many-gpus.md has the command that starts one. Token ids go there and
-come back; nothing is tokenised. The contexts of a call are divided between the servers. Each
-context has a seed of its own, so that a sample which is asked for again is the same.
+come back. A request goes to the server that has the fewest to answer, with a seed of its own, so
+that a sample which is asked for again is the same.
 
 Weights go by files, in a directory of the run that the servers have to see too. A LoRA policy is an
 adapter on the weights of --model, under a new name after each update: a name once used would serve
@@ -15,18 +15,21 @@ asked for again, and it gets the weights again when it is back.
 """
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import time
 import uuid
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from runtime.distributed import processes
-from runtime.engines import EngineError, Sample
+from runtime.engines import EngineError, Sample, SamplingParams
 from runtime.networks import assert_finite, policy_weights
 from runtime.view.terminal import plain, warn
 
+import httpx2
 import torch
 from safetensors.torch import save_file
 
@@ -34,8 +37,9 @@ BACK_WITHIN = 600.0  # seconds that all servers may be away in the middle of a r
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
 LONGEST_PAUSE = 10.0  # the same while other servers answer
 ANSWERS_WITHIN = 1800.0  # seconds
-TRIES = 3  # of a call that no server answers, and of weights that a server does not take
-IN_FLIGHT = 256  # requests that one server has at a time
+TRIES = 3  # losses in a row, for each server, without a sample; and of weights that one refuses
+IN_FLIGHT = 256  # connections for each server
+PREFIX = 8  # requests by which a server may have more to do and still keep its episodes
 SHARD = 2**31  # bytes of a file of weights, about
 EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
@@ -58,26 +62,23 @@ class Server:
     """One vLLM server. version, adapter: of the weights that it has; None: not known."""
 
     def __init__(self, url: str):
-        import httpx2  # imported late: an engine in this process does without
-
-        self.httpx = httpx2
         self.url = url.rstrip("/")
         self.version = self.adapter = None
         self.salt = ""  # of the prefixes that these weights computed
         self.asked_again = 0.0  # when a server that was lost may be asked again, by time.monotonic
-        waits = httpx2.Timeout(ANSWERS_WITHIN, connect=LONGEST_PAUSE)
-        limits = httpx2.Limits(max_connections=IN_FLIGHT)
-        self.client = httpx2.Client(base_url=self.url, timeout=waits)
-        self.samplers = httpx2.AsyncClient(base_url=self.url, timeout=waits, limits=limits)
+        self.in_flight = 0  # requests that it has not answered yet
+        self.client = None  # the pool of connections of the event loop that runs now
 
-    def call(self, method: str, path: str, **content):
-        """The JSON of an answer, or {}. Raises LostError where there is none, EngineError where the
-        server refuses."""
+    async def send(self, method: str, path: str, **content):
+        """The response to a request. Raises LostError where there is none."""
         try:
-            response = self.client.request(method, path, **content)
-        except self.httpx.HTTPError as error:
+            return await self.client.request(method, self.url + path, **content)
+        except httpx2.HTTPError as error:
             raise LostError(type(error).__name__) from error
-        return self.read(response)
+
+    async def call(self, method: str, path: str, **content) -> dict:
+        """The JSON of an answer, or {}. Raises LostError, EngineError where the server refuses."""
+        return self.read(await self.send(method, path, **content))
 
     def read(self, response) -> dict:
         if response.status_code >= 400:
@@ -88,11 +89,12 @@ class Server:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def check(self, args, stop_ids: list[int]) -> None:
+    async def check(self, args, stop_ids: list[int]) -> None:
         """Raise EngineError where the server is not there, or not started as it has to be."""
         try:
-            found = self.call("GET", "/server_info", params={"config_format": "json"})
-            self.call("POST", "/inference/v1/generate", json=request_of(stop_ids[:1], 1))
+            found = await self.call("GET", "/server_info", params={"config_format": "json"})
+            probe = request_of(stop_ids[:1], max_tokens=1)
+            await self.call("POST", "/inference/v1/generate", json=probe)
         except LostError as error:
             raise EngineError(f"{self.url} does not answer ({error})") from error
         except EngineError as error:
@@ -121,39 +123,10 @@ class Server:
             flags = " ".join(f"{flag} {value}" for flag, value in needs.items())
             raise EngineError(f"{self.url} has to be started with {flags}")
 
+    # ------------ weights ------------
+
     def has(self, weights: Weights) -> bool:
         return (self.version, self.adapter) == (weights.version, weights.adapter)
-
-    def take(self, weights: Weights) -> None:
-        """Have the server sample with these weights. Raises LostError, EngineError."""
-        for attempt in range(TRIES):
-            try:
-                if self.version != weights.version:
-                    order = {"method": "take_policy", "args": [weights.path]}
-                    self.call("POST", "/collective_rpc", json=order)
-                    version = {"new_version": weights.version}
-                    self.call("POST", "/update_weight_version", json=version)
-                if weights.adapter:
-                    self.forget(weights.adapter)  # of a try whose answer was lost
-                    names = {"lora_name": weights.adapter, "lora_path": weights.adapter_path}
-                    self.call("POST", "/v1/load_lora_adapter", json=names)
-                self.note(weights)
-                return
-            except EngineError as error:
-                if not self.is_alive():
-                    raise LostError(str(error)) from error
-                if attempt + 1 == TRIES:
-                    seen = "the servers have to see --model and --runs-dir under the same paths"
-                    raise EngineError(f"{error}; {seen}") from error
-                time.sleep(PAUSE)
-
-    def is_alive(self) -> bool:
-        """Whether there is an engine behind the address: its process may have died alone."""
-        try:
-            self.call("GET", "/health")
-        except (LostError, EngineError):
-            return False
-        return True
 
     def note(self, weights: Weights) -> None:
         """That the server has these weights from now on. Prefixes that it kept are not theirs."""
@@ -162,23 +135,56 @@ class Server:
     def lose(self) -> None:
         """Forget which weights the server has: it may be another one now."""
         self.version = self.adapter = None
+        self.salt = ""
 
-    def forget(self, tag: str) -> None:
-        """Unload an adapter, if it is there."""
+    async def take(self, weights: Weights) -> None:
+        """Have the server sample with these weights. Raises LostError, EngineError."""
+        for attempt in range(TRIES):
+            try:
+                if self.version != weights.version:
+                    order = {"method": "take_policy", "args": [weights.path]}
+                    await self.call("POST", "/collective_rpc", json=order)
+                    version = {"new_version": weights.version}
+                    await self.call("POST", "/update_weight_version", json=version)
+                if weights.adapter:
+                    await self.forget(weights.adapter)  # of a try whose answer was lost
+                    names = {"lora_name": weights.adapter, "lora_path": weights.adapter_path}
+                    await self.call("POST", "/v1/load_lora_adapter", json=names)
+                self.note(weights)
+                return
+            except EngineError as error:
+                if not await self.is_alive():
+                    raise LostError(str(error)) from error
+                if attempt + 1 == TRIES:
+                    seen = "the servers have to see --model and --runs-dir under the same paths"
+                    raise EngineError(f"{error}; {seen}") from error
+                await asyncio.sleep(PAUSE)
+
+    async def is_alive(self) -> bool:
+        """Whether there is an engine behind the address: its process may have died alone."""
         try:
-            self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": tag})
+            await self.call("GET", "/health")
         except (LostError, EngineError):
-            pass
+            return False
+        return True
+
+    async def forget(self, adapter: str | None) -> None:
+        """Unload an adapter, if it is there."""
+        with contextlib.suppress(LostError, EngineError):
+            await self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": adapter})
+
+    # ------------ samples ------------
 
     async def sample(self, request: dict) -> Sample:
         """Raises LostError, EngineError."""
         version, request = self.version, request | {"cache_salt": self.salt}
         if self.adapter:
             request["model"] = self.adapter
+        self.in_flight += 1
         try:
-            response = await self.samplers.post("/inference/v1/generate", json=request)
-        except self.httpx.HTTPError as error:
-            raise LostError(type(error).__name__) from error
+            response = await self.send("POST", "/inference/v1/generate", json=request)
+        finally:
+            self.in_flight -= 1
         if response.status_code >= 500 or response.status_code == 404:  # an adapter that it lost
             raise LostError(f"status {response.status_code}{message_of(response)}")
         ids, logprobs, versions = self.answer(self.read(response), request)
@@ -193,10 +199,13 @@ class Server:
             ids = choice["token_ids"]
             logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice.get("weight_versions") or []}
-            assert all(type(token) is int and token >= 0 for token in ids)
-            assert 0 < len(ids) <= request["sampling_params"]["max_tokens"]
-            assert len(ids) == len(logprobs) and all(-1e4 < p <= 1e-3 for p in logprobs)
-        except (LookupError, TypeError, ValueError, AssertionError) as error:
+            if not all(type(token) is int and token >= 0 for token in ids):
+                raise ValueError("no token ids")
+            if not 0 < len(ids) == len(logprobs) <= request["sampling_params"]["max_tokens"]:
+                raise ValueError("too many tokens or none, or not a log-probability of each")
+            if not all(-1e4 < logprob <= 1e-3 for logprob in logprobs):
+                raise ValueError("no log-probabilities")
+        except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"{self.url}: no sample in its answer") from error
         return ids, logprobs, versions
 
@@ -212,26 +221,110 @@ def message_of(response) -> str:
     return f" ({lines[0][:200]})"
 
 
-def request_of(context: list[int], max_tokens: int, **sampling) -> dict:
-    """The body of a request for one sample; sampling: more of vLLM's SamplingParams."""
-    limits = {"max_tokens": max_tokens, "logprobs": 0, "detokenize": False}
-    return {"token_ids": context, "sampling_params": limits | sampling}
+def request_of(context: list[int], **sampling) -> dict:
+    """The body of a request for one sample; sampling: vLLM's SamplingParams."""
+    return {
+        "token_ids": context,
+        "sampling_params": {"logprobs": 0, "detokenize": False} | sampling,
+    }
 
 
-class RemoteEngine:
-    """vLLM servers. directory: where weights are left for them; they have to see it too."""
+class ServerEngine:
+    """vLLM servers. directory: where weights are left for them; they have to see it too.
+
+    restarts: how often a server was lost, and had to get the weights again."""
 
     def __init__(self, directory: Path, path: str, stop_ids: list[int], args):
         self.directory, self.path = directory.resolve(), path
         self.stop_ids, self.args = stop_ids, args
-        self.restarts = 0  # how often a server was lost, and had to get the weights again
+        self.restarts, self.fruitless = 0, 0  # losses; those since the last sample
         self.name, self.updates = processes.broadcast(uuid.uuid4().hex[:8]), 0
-        self.loop = asyncio.Runner()
         self.servers = [Server(url) for url in args.run_args.engine_url]
-        for server in self.servers:
-            server.check(args, stop_ids)
+        self.there, self.lost = asyncio.Event(), asyncio.Event()
+        self.homes = WeakKeyDictionary()  # of an episode's task: the server that has its prefix
+        asyncio.run(self.check())
         shift = processes.rank() % len(self.servers)  # processes begin with different ones
         self.servers = self.servers[shift:] + self.servers[:shift]
+
+    @contextlib.asynccontextmanager
+    async def connected(self):
+        """Around everything that servers are asked: one pool of connections for all of them."""
+        waits = httpx2.Timeout(ANSWERS_WITHIN, connect=LONGEST_PAUSE)
+        limits = httpx2.Limits(max_connections=IN_FLIGHT * len(self.servers))
+        async with httpx2.AsyncClient(timeout=waits, limits=limits) as client:
+            for server in self.servers:
+                server.client = client
+            yield
+
+    async def check(self) -> None:
+        async with self.connected():
+            for server in self.servers:
+                await server.check(self.args, self.stop_ids)
+
+    # ------------ samples ------------
+
+    async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
+        """One answer to a context, of whatever server has one. Raises EngineError."""
+        stops = sampling.stop_token_ids
+        request = request_of(
+            context,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=self.stop_ids if stops is None else stops,
+            seed=torch.randint(2**31, ()).item(),
+        )
+        while True:
+            await self.there.wait()
+            server = self.choose()
+            salt = server.salt
+            try:
+                sample = await server.sample(request)
+                self.fruitless = 0
+                return sample
+            except LostError as error:
+                if server.salt == salt:  # else another request has told
+                    self.lose(server, error)
+
+    def choose(self) -> Server:
+        """The server with the fewest requests in flight; an episode stays with the one that has
+        read its beginning, unless that has much more to do."""
+        episode = asyncio.current_task()
+        home = self.homes.get(episode)
+        there = [server for server in self.servers if server.has(self.weights)]
+        best = min(there, key=lambda s: s.in_flight - PREFIX * (s is home))
+        self.homes[episode] = best
+        return best
+
+    def lose(self, server: Server, error: LostError) -> None:
+        """A server is lost: it gets the weights again when it is back. Raises EngineError where
+        servers come back and are lost again without a sample."""
+        server.lose()
+        self.restarts += 1
+        self.fruitless += 1
+        warn(f"{server.url} was lost in the middle of a rollout ({error})")
+        if self.fruitless >= TRIES * len(self.servers):
+            raise EngineError(f"no sample in {TRIES} tries ({server.url}: {error})")
+        self.lost.set()
+        if not any(server.has(self.weights) for server in self.servers):
+            self.there.clear()
+
+    async def serve(self) -> None:
+        """Hold the connections, and bring back servers that were lost, until this is cancelled.
+        Raises EngineError where all stay away."""
+        self.there, self.lost = asyncio.Event(), asyncio.Event()
+        self.fruitless = 0
+        async with self.connected():
+            while True:
+                self.lost.clear()
+                await self.ready()
+                self.there.set()
+                missing = not all(server.has(self.weights) for server in self.servers)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.lost.wait(), LONGEST_PAUSE if missing else None)
+
+    # ------------ weights ------------
 
     def sleep(self) -> None:
         """Nothing: the servers' memory is not the trainer's."""
@@ -254,81 +347,55 @@ class RemoteEngine:
 
         failed = ""
         if processes.rank() == 0:
-            before = [(server, server.adapter) for server in self.servers if server.adapter]
             try:
-                self.ready()
+                asyncio.run(self.hand_over())
             except EngineError as error:
                 failed = str(error)
-            for server, adapter in before:
-                server.forget(adapter)
         if failed := processes.broadcast(failed):
             raise EngineError(failed)
         for server in self.servers if processes.rank() else ():
             server.note(self.weights)
 
-    def ready(self) -> list[Server]:
-        """The servers that have the policy's weights, once there is one. Raises EngineError."""
+    async def hand_over(self) -> None:
+        """Have the servers take the weights, and forget the adapters of those before."""
+        before = [(server, server.adapter) for server in self.servers if server.adapter]
+        async with self.connected():
+            try:
+                await self.ready()
+            finally:
+                for server, adapter in before:
+                    await server.forget(adapter)
+
+    async def ready(self) -> None:
+        """Wait until a server has the policy's weights; others are asked once. Raises
+        EngineError."""
         end, told = time.monotonic() + BACK_WITHIN, False
         while True:
-            for server in self.servers:
-                if server.has(self.weights) or time.monotonic() < server.asked_again:
-                    continue
-                try:
-                    server.take(self.weights)
-                except LostError as error:
-                    server.asked_again = time.monotonic() + LONGEST_PAUSE
-                    reason = f"{server.url} does not answer ({error})"
+            missing = [s for s in self.servers if not s.has(self.weights)]
+            if len(missing) < len(self.servers):  # those that are away may wait
+                missing = [s for s in missing if time.monotonic() >= s.asked_again]
+            reasons = await asyncio.gather(*map(self.bring, missing))
             if there := [server for server in self.servers if server.has(self.weights)]:
                 if told:
                     warn(f"{there[0].url} is back, and has the policy's weights again")
-                return there
+                return
 
+            (reason, *_) = filter(None, reasons)
             if time.monotonic() > end:
                 raise EngineError(f"{reason}; it was waited for {BACK_WITHIN:.0f} s")
             if not told:
                 warn(f"{reason}; it is waited for, {BACK_WITHIN:.0f} s at most")
             told = True
-            time.sleep(PAUSE)
-            for server in self.servers:
-                server.asked_again = 0.0
+            await asyncio.sleep(PAUSE)
 
-    def generate(self, contexts: list[list[int]], temperature: float) -> list[Sample]:
-        seeds = torch.randint(2**31, (len(contexts),)).tolist()
-        limits = {"stop_token_ids": self.stop_ids, "temperature": temperature}
-        requests = []
-        for context, seed in zip(contexts, seeds):
-            request = request_of(context, self.args.max_action_tokens, seed=seed, **limits)
-            requests.append(request)
-
-        samples, fruitless = [None] * len(contexts), 0
-        while missing := [i for i, sample in enumerate(samples) if sample is None]:
-            servers = self.ready()
-            whose = [servers[n * len(servers) // len(missing)] for n in range(len(missing))]
-            answers = self.loop.run(self.ask([requests[i] for i in missing], whose))
-
-            lost = {}
-            for i, server, answer in zip(missing, whose, answers):
-                if isinstance(answer, LostError):
-                    lost[server] = answer
-                elif isinstance(answer, BaseException):
-                    raise answer
-                else:
-                    samples[i] = answer
-            for server, error in lost.items():
-                server.lose()
-                self.restarts += 1
-                warn(f"{server.url} was lost in the middle of a rollout ({error})")
-
-            fruitless = fruitless + 1 if all(samples[i] is None for i in missing) else 0
-            if fruitless == TRIES:
-                reasons = "; ".join(f"{server.url}: {error}" for server, error in lost.items())
-                raise EngineError(f"no sample in {TRIES} tries ({reasons})")
-        return samples
-
-    async def ask(self, requests: list[dict], whose: list[Server]) -> list:
-        """The samples of all requests, each by its server; or what it raised."""
-        asked = (server.sample(request) for request, server in zip(requests, whose))
-        return await asyncio.gather(*asked, return_exceptions=True)
+    async def bring(self, server: Server) -> str:
+        """Have a server take the weights; why it does not answer, or nothing."""
+        try:
+            await server.take(self.weights)
+        except LostError as error:
+            server.asked_again = time.monotonic() + LONGEST_PAUSE
+            return f"{server.url} does not answer ({error})"
+        return ""
 
 
 def write_adapter(model, path: Path) -> None:

@@ -1,0 +1,239 @@
+"""transformers on the trainer's own model, for machines without vLLM.
+
+All who ask at once are answered together, in the order in which they asked: the same seed gives the
+same samples, bit for bit.
+"""
+
+import asyncio
+import os
+
+from runtime.data import pictures_of
+from runtime.engines import Engine, Request, Sample, SamplingParams, give
+from runtime.networks import assert_finite, compute_with, plain, policy_weights
+from runtime.vision.pictures import Album, never_sampled
+
+import torch
+from torch.nn.functional import pad
+
+QUIET = 3  # passes of the event loop in which nobody has asked, before those who have are answered
+
+
+class TransformersEngine(Engine):
+    """transformers on the trainer's own model.
+
+    Keys and values of the last contexts and their samples are kept: of a context that goes on where
+    one of them ended only the rest is read. Where contexts do not all fit --engine-memory (on a GPU
+    --engine-gpu-share), they are read in parts, each from its beginning."""
+
+    def __init__(self, path: str, stop_ids: list[int], args):
+        super().__init__()
+        self.stop_ids, self.args = stop_ids, args
+
+    def load(self, model) -> None:
+        """Take the trainer's own model; what the old weights computed is forgotten."""
+        assert_finite(policy_weights(model))
+        self.model = model
+        self.sleep()
+
+    def sleep(self) -> None:
+        """Leave the memory to the trainer; nothing that was read is kept."""
+        self.forget()
+        self.album = None  # of a model that sees: the pictures of contexts since the last load
+
+    def forget(self) -> None:
+        """Empty the cache of keys and values."""
+        self.cache, self.seen = None, torch.zeros(0, 0)
+        self.rows = []  # (context, the same with its sample) of each row of the cache
+        self.shift = 0  # [B, 1] by how much positions differ from places, where there are pictures
+
+    async def work(self) -> None:
+        """Wait until everybody has asked who does so without waiting for something else; then
+        answer all of them, those with equal sampling parameters together."""
+        number, quiet = 0, 0
+        while quiet < QUIET:
+            quiet = quiet + 1 if number == len(self.asked) else 0
+            number = len(self.asked)
+            await asyncio.sleep(0)
+
+        parts: dict[str, list[Request]] = {}
+        for request in self.take():
+            parts.setdefault(repr(request.sampling), []).append(request)
+        for requests in parts.values():
+            contexts = [request.context for request in requests]
+            for request, sample in zip(requests, self.generate(contexts, requests[0].sampling)):
+                give(request, sample)
+
+    def generate(self, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
+        """Answers to contexts, in their order: in one batch, or as many at a time as fit."""
+        compute_with(self.model, ("policy",))
+        if any(map(pictures_of, contexts)):
+            self.album = self.album or Album(plain(self.model))
+            with torch.no_grad(), self.autocast():
+                contexts = self.album.numbered(contexts)
+        longest = max(map(len, contexts)) + sampling.max_tokens
+        if len(contexts) <= self.fitting(2 * longest):  # half of the columns may be hidden ones
+            return self.generate_batch(contexts, sampling)
+
+        samples, most = [], self.fitting(longest)
+        for i in range(0, len(contexts), most):
+            self.forget()
+            samples += self.generate_batch(contexts[i : i + most], sampling)
+        return samples
+
+    def fitting(self, columns: int) -> int:
+        """How many contexts of so many tokens the memory holds: a key and a value for each layer
+        and head."""
+        config = self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None)
+        width = width or config.hidden_size // config.num_attention_heads
+        number = 2 if self.args.run_args.dtype == "bfloat16" else 4  # [bytes]
+        token = 2 * config.num_hidden_layers * heads * width * number  # [bytes]
+
+        memory = self.args.run_args.engine_memory * 2**30
+        if self.model.device.type == "cuda":
+            memory = self.args.run_args.engine_gpu_share * torch.cuda.mem_get_info()[1]
+        return max(1, int(memory // (token * columns)))
+
+    @torch.no_grad()
+    def generate_batch(self, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
+        """Answers to contexts whose keys and values fit the memory."""
+        logprobs = self.read(contexts, sampling)  # [B, vocabulary]
+        stop_ids = sampling.stop_token_ids
+        stop_ids = self.stop_ids if stop_ids is None else stop_ids
+        stops = torch.tensor(stop_ids, device=logprobs.device)
+        alive = torch.ones_like(logprobs[:, :1], dtype=torch.bool)  # [B, 1]
+        sampled, theirs = [], []
+        while alive.any() and len(sampled) < sampling.max_tokens:
+            if sampled:
+                logprobs = self.forward(sampled[-1], alive, sampling)
+            ids = logprobs.argmax(-1, keepdim=True)  # [B, 1]
+            if sampling.temperature:
+                ids = logprobs.exp().multinomial(1)
+            sampled.append(ids)
+            theirs.append(logprobs.gather(1, ids))
+            alive = alive & ~torch.isin(ids, stops)
+
+        samples = []
+        for ids, logprobs in zip(torch.cat(sampled, 1).tolist(), torch.cat(theirs, 1).tolist()):
+            ends = (i + 1 for i, token in enumerate(ids) if token in stop_ids)
+            end = next(ends, len(ids))
+            samples.append((ids[:end], logprobs[:end]))
+        self.rows = [(context, context + ids) for context, (ids, _) in zip(contexts, samples)]
+        return samples
+
+    def read(self, contexts: list[list[int]], sampling: SamplingParams) -> torch.Tensor:
+        """Bring the cache to these contexts; log-probabilities of what follows, [B, vocabulary].
+
+        Equal contexts, as a group's at the start, are read once. The cache has a column for each
+        token of the widest row: what a row has not, self.seen [B, columns] hides."""
+        numbers = {context: row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
+        device = self.model.device
+        self.reuse([[*context] for context in numbers])
+
+        new = [context[n:] for context, n in zip(numbers, self.seen.sum(1).tolist())]
+        longest = max(map(len, new))
+        ids = [[0] * (longest - len(c)) + [*c] for c in new]
+        real = [[False] * (longest - len(c)) + [True] * len(c) for c in new]
+        ids, real = torch.tensor(ids, device=device), torch.tensor(real, device=device)
+        places = [None] * longest
+        if self.album:
+            places = self.place(list(numbers), longest).split(512, 2)
+        parts = zip(ids.split(512, 1), real.split(512, 1), places)  # bounds activations and mask
+        for part_ids, part_real, part_places in parts:
+            logprobs = self.forward(part_ids, part_real, sampling, part_places)
+
+        if len(numbers) < len(contexts):
+            rows = torch.tensor([numbers[tuple(context)] for context in contexts], device=device)
+            self.cache.reorder_cache(rows)
+            self.seen, logprobs = self.seen[rows], logprobs[rows]
+            if self.album:
+                self.shift = self.shift[rows]
+        return logprobs
+
+    def place(self, contexts: list[list[int]], width: int) -> torch.Tensor:
+        """Positions [3, B, width] of the contexts' last tokens, on the right; and self.shift, for
+        what is sampled after them."""
+        places = [self.album.positions(context) for context in contexts]  # [3, T] of each
+        after = [[int(p.max()) + 1 - p.shape[1]] for p in places]
+        self.shift = torch.tensor(after, device=self.model.device)  # [B, 1]
+        rows = [pad(p, (max(0, width - p.shape[1]), 0))[:, -width:] for p in places]
+        return torch.stack(rows, 1).to(self.model.device)
+
+    def reuse(self, contexts: list[list[int]]) -> None:
+        """Leave in the cache what these contexts share with the rows that it has, or empty it."""
+        from runtime.engines.caches import RoomyLayer
+
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        cache = DynamicCache(config=self.model.config)
+        # a sliding window would count hidden columns too
+        whole = all(type(layer) is DynamicLayer for layer in cache.layers)
+        if whole:
+            cache.layers = [RoomyLayer() for _ in cache.layers]
+        dense = self.seen.shape[1] <= 2 * max(map(len, contexts))
+        kept = iter(enumerate(self.rows if whole and dense else []))  # episodes keep their order
+        found = []
+        for context in contexts:
+            rows = (i for i, (old, _) in kept if context[: len(old)] == old)
+            found.append(next(rows, None))
+
+        device = self.model.device
+        if all(row is None for row in found):
+            self.cache = cache
+            self.seen = torch.zeros(len(contexts), 0, dtype=torch.bool, device=device)
+            return
+
+        common = []
+        for row, context in zip(found, contexts):
+            read = [] if row is None else self.rows[row][1]
+            common.append(len(os.path.commonprefix([context[:-1], read])))
+        rows = torch.tensor([row or 0 for row in found], device=device)
+        self.cache.reorder_cache(rows)
+        self.seen = self.seen[rows]
+        self.seen &= self.seen.cumsum(1) <= torch.tensor(common, device=device)[:, None]
+
+    def autocast(self):
+        bfloat16 = self.args.run_args.dtype == "bfloat16"
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=bfloat16)
+
+    def forward(self, ids, real, sampling: SamplingParams, places=None) -> torch.Tensor:
+        """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` [B, n] are
+        the row's own; places [3, B, n]: their positions where there are pictures among them."""
+        causal, self.seen = plain(self.model), torch.cat([self.seen, real], 1)
+        if places is None:
+            places = (self.seen.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self.shift
+        with self.autocast():
+            inputs = {"input_ids": ids}
+            if self.album:
+                inputs = {"inputs_embeds": self.album.embeddings(ids)}
+            output = causal.base_model(
+                **inputs,
+                attention_mask=self.seen.long(),
+                position_ids=places,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            hidden = output.last_hidden_state[:, -1]
+            logits = causal.get_output_embeddings()(hidden).float()
+        logits.div_(sampling.temperature or 1.0)
+        for token in never_sampled(causal.config):
+            logits[:, token] = -torch.inf
+        leave_out(logits, sampling)
+        return logits.log_softmax(-1)
+
+
+def leave_out(logits: torch.Tensor, sampling: SamplingParams) -> None:
+    """Set the logits [B, vocabulary] of tokens beyond top_k, and then of those beyond top_p, to
+    -inf, as vLLM does; where the most probable token is taken anyway, none."""
+    if not sampling.temperature:
+        return
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits.masked_fill_(logits < least, -torch.inf)
+    if sampling.top_p < 1:
+        rising, order = logits.sort(-1)
+        beyond = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        beyond[:, -1] = False
+        logits.masked_fill_(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)

@@ -1,0 +1,200 @@
+"""vLLM in this process, by its own step loop: a request for each turn of each episode, so that no
+episode waits for the answers of others."""
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import itertools
+import logging
+import os
+import warnings
+
+from runtime.data import pictures_of
+from runtime.distributed import processes
+from runtime.engines import Engine, EngineError, SamplingParams, give
+from runtime.engines.server_extension import repack_tied_head
+from runtime.models import first_line
+from runtime.networks import assert_finite, policy_weights
+from runtime.view.terminal import warn
+from runtime.vision.pictures import never_sampled, opened
+
+import torch
+
+
+class VllmEngine(Engine):
+    """vLLM; log-probabilities are those of the distribution that was sampled from.
+
+    If it fails, a new one takes its place, once in a run, and is asked for all that is owed."""
+
+    def __init__(self, path: str, stop_ids: list[int], args):
+        super().__init__()
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(args.run_args.engine_memory))
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns before it reads its own level
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")  # about torch
+        from transformers import AutoConfig
+        from vllm import LLM
+
+        self.cuda = torch.cuda.is_available()
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.run_args.trust_remote_code)
+        self.image_token = getattr(config, "image_token_id", None)  # of a model that sees
+        settings = dict(
+            dtype=args.run_args.dtype,
+            seed=args.seed,
+            max_model_len=args.max_context_tokens,
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+            load_format="safetensors",
+            use_tqdm_on_load=False,
+            trust_remote_code=args.run_args.trust_remote_code,
+        )
+        if self.cuda:
+            share = args.run_args.engine_gpu_share
+            settings |= dict(gpu_memory_utilization=share, enable_sleep_mode=True)
+        else:
+            # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
+            settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
+        if self.image_token is not None:
+            from runtime.vision.vllm_pictures import read_without_torchvision
+
+            read_without_torchvision()
+            # what a picture becomes is asked of the tokenizer; one that many steps show is kept
+            settings |= dict(skip_tokenizer_init=False, mm_device_do_normalize=False)
+            settings |= dict(limit_mm_per_prompt={"image": args.max_steps, "video": 0})
+        if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
+            settings |= dict(distributed_executor_backend="external_launcher")
+        self.engine = lambda: LLM(path, **settings)
+        self.llm, self.asleep = self.start(), False
+
+        self.stop_ids, self.never = stop_ids, never_sampled(config)
+        self.names = map(str, itertools.count())  # of requests
+        self.params = {}  # vLLM's own sampling parameters, by ours
+
+    def start(self):
+        """A new engine; raises EngineError."""
+        try:
+            return self.engine()
+        except Exception as error:
+            raise EngineError(f"vLLM does not start ({first_line(error)})") from error
+
+    # ------------ samples ------------
+
+    async def work(self) -> None:
+        """Begin what was asked, and take one step of the engine."""
+        new = {next(self.names): request for request in self.take()}
+        self.owed |= new
+        asked = [(self.prompt(r.context), self.sampling(r.sampling)) for r in new.values()]
+        try:
+            for name, request in zip(new, asked):
+                self.llm.llm_engine.add_request(name, *request)
+            outputs, failed = self.llm.llm_engine.step(), ""
+        except Exception as error:
+            if self.restarts or processes.count() > 1:  # several start together or not at all
+                twice = " twice" if self.restarts else ""
+                raise EngineError(f"the engine failed{twice} ({first_line(error)})") from error
+            outputs, failed = [], f"the engine failed ({type(error).__name__}: {error})"
+
+        if failed:  # only here is the failed one free to go: the error's traceback held it
+            warn(f"{failed}; a new one takes its place")
+            self.replace()
+        for output in outputs:
+            if output.finished:
+                self.finish(output)
+        await asyncio.sleep(0)
+
+    def finish(self, output) -> None:
+        """Give an answer to who asked. Raises EngineError where vLLM has read other ids."""
+        request, completion = self.owed.pop(output.request_id), output.outputs[0]
+        if list(output.prompt_token_ids) != request.context:
+            raise EngineError("the engine saw other ids than it was asked about")
+        ids, places = list(completion.token_ids), completion.logprobs
+        give(request, (ids, [place[token].logprob for token, place in zip(ids, places)]))
+
+    def forget_requests(self) -> None:
+        with contextlib.suppress(Exception):  # of an engine that has failed
+            self.llm.llm_engine.abort_request([*self.owed])
+        super().forget_requests()
+
+    def replace(self) -> None:
+        """End the engine, whose memory the new one needs, and start one with the current weights,
+        to be asked for all that is owed."""
+        self.restarts = 1
+        with contextlib.suppress(Exception):  # it has failed already
+            self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+        self.llm, self.asleep = self.start(), False
+        self.load(self.model)
+        self.asked, self.owed = [*self.owed.values(), *self.asked], {}
+
+    def sampling(self, ours: SamplingParams):
+        """Sampling parameters as vLLM takes them: built once for all requests that have equal
+        ones."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        known = repr(ours)
+        if known not in self.params:
+            stops = self.stop_ids if ours.stop_token_ids is None else ours.stop_token_ids
+            self.params[known] = SamplingParams(
+                temperature=ours.temperature,
+                top_p=ours.top_p,
+                top_k=ours.top_k,
+                max_tokens=ours.max_tokens,
+                stop_token_ids=stops,
+                logprobs=0,  # of the sampled token alone
+                logit_bias=dict.fromkeys(self.never, -100.0) or None,  # the most that vLLM takes
+                detokenize=False,
+                skip_clone=True,  # a deep copy for each request is a twentieth of a rollout
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        return self.params[known]
+
+    def prompt(self, context: list[int]) -> dict:
+        """A context as vLLM takes it: one image token for each picture, which it expands."""
+        pictures = pictures_of(context)
+        if not pictures:
+            return {"prompt_token_ids": context}
+        ids, shown = [], [place for place, _ in pictures]
+        for place, token in enumerate(context):
+            if token != self.image_token or place in shown:
+                ids.append(token)
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"image": [opened(png) for _, png in pictures]},
+            "multi_modal_uuids": {
+                "image": [hashlib.sha256(png).hexdigest() for _, png in pictures]
+            },
+        }
+
+    # ------------ weights and memory ------------
+
+    def load(self, model) -> None:
+        """Take the policy's weights, and forget the prefixes and the pictures that the old ones
+        computed."""
+        assert_finite(policy_weights(model))
+        self.model = model
+        if self.asleep:
+            self.llm.wake_up(["weights"])  # the cache of keys comes when this takes no more memory
+        weights = {"weights_iterator": policy_weights(model)}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        self.llm.apply_model(self.repack_tied_head)
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+        if self.image_token is not None:
+            self.llm.reset_mm_cache()
+            self.llm.llm_engine.reset_encoder_cache()
+
+    repack_tied_head = staticmethod(repack_tied_head)
+
+    def sleep(self) -> None:
+        """Leave the GPU to the trainer until the next load, which brings all weights: none are
+        kept."""
+        if self.cuda and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
