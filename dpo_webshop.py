@@ -17,29 +17,25 @@ and iStar's guards. No ratio is clipped; an invalid answer costs what it does to
 
     python dpo_webshop.py                           # the tiny model: 15 minutes on one CPU core
     python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --learning-rate 1e-6
+        --max-action-tokens 512 --max-context-tokens 16384 \\
+        --learning-rate 1e-6 --lr-halving inf
 """
 
 import random
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from envs.webshop import WebShop, WebShopArgs
-from runtime.data import batch_logprobs, flat_tensors, micro_batches
-from runtime.distributed.processes import broadcast, gather, my_tasks, sum_gradients, to_float
+from runtime.data import Step, Trajectory, flatten, joined, micro_batches, sum_per_step
+from runtime.engines import SamplingParams
 from runtime.flags import Flat, RunArgs, parse
-from runtime.networks import Network, action_logprobs, trainable
-from runtime.ranges import Count, Natural, NonNegative, Positive, Rate, Seed, Several, Unit, UpToInf
-from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
+from runtime.networks import Network, action_logprobs, batch_logprobs, sum_gradients
 from runtime.run import Run, ends_cleanly
-from runtime.statistics import mean_gap
 
 import torch
+from peft import LoraConfig
 from torch.nn.functional import logsigmoid
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
-from tqdm import tqdm
 
 
 @dataclass
@@ -48,129 +44,88 @@ class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
     model: str = "models/tiny-webshop"  # Initial policy: a directory, or a name on the hub.
-    max_steps: Count = 10  # Longest episode [steps]; an invalid answer costs one too.
-    max_action_tokens: Count = 32  # Longest answer [tokens]; one that reasons in words needs 512.
-    max_context_tokens: Count = 3072  # Longest sequence [tokens]; what outgrows it is truncated.
-    history: Natural = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
-    seed: Seed = 1  # Seed of tasks, sampling and initialisation.
-    iterations: Count = 80  # Each iteration is a rollout and an update.
-    tasks_per_iteration: Count = 16  # Tasks per iteration, one group each (paper: 16, Sokoban 32).
-    group_size: Several = 8  # Trajectories per task, which are compared (paper: G = 8).
-    temperature: Positive = 1.0  # Sampling temperature in training; every log-probability uses it.
-    learning_rate: Rate = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
-    lr_halving: UpToInf = 40.0  # After t iterations the rate is lr / (1 + t / this); inf: constant.
-    minibatches: Count = 2  # Optimiser steps per iteration, each on a random share of the groups.
-    max_grad_norm: UpToInf = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
-    policy_lora_rank: Natural = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
+    max_steps: int = 10  # Longest episode [steps]; an invalid answer costs a step too.
+    max_action_tokens: int = 32  # Longest answer [tokens]; one that reasons in words needs 512.
+    max_context_tokens: int = 3072  # Longest context [tokens]; an episode that outgrows it ends.
+    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    seed: int = 1  # Seed of tasks, sampling and initialisation.
+    iterations: int = 80  # Iterations; each is a rollout and an update.
+    tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
+    group_size: int = 8  # Episodes per task, which are compared (paper: G = 8).
+    temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
+    learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
+    lr_halving: float = 40.0  # The rate is lr / (1 + t / lr_halving) at iteration t; inf: constant.
+    minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the groups.
+    max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
+    policy_lora_rank: int = 0  # Rank of the policy's own adapter; 0: all its parameters train.
 
-    beta: NonNegative = 0.05  # Scale beta of the log ratios in the loss; 0: nothing is learnt.
-    pair_margin: NonNegative = 0.0  # The outcomes of a pair differ by more than this.
-    pair_threshold: Unit = 0.0  # Only outcomes above it win, and only others lose; 0: any pair.
-
-
-# === block: data ===
-@dataclass
-class Step:
-    observation: str  # the environment's words before the action
-    action: str  # the whole response
-    valid: bool
-    game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
-    progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
-    anchor: Hashable = None  # the state after the action, so the next step's: for GiGPO
-    engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
-
-
-@dataclass
-class Trajectory:
-    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again."""
-
-    task: int  # trajectories of one task form a group
-    token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...
-    step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
-    outcome: float = 0.0  # r_o
-    steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of its sequences, see --history
-    success: bool = False
-    score: float = 0.0
-    truncated: bool = False  # ended by --max-context-tokens
-    pictures: list = field(default_factory=list)  # (place of its first token, PNG), if any
-
-
-class Batch(NamedTuple):
-    """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
-
-    sequences: list  # what the forward passes read: runtime.data.Sequence
-    outcomes: torch.Tensor  # [N]
-    group: torch.Tensor  # [N] the group of a trajectory
-    step_traj: torch.Tensor  # [S] the trajectory of a step
-    token_step: torch.Tensor  # [K] the step of an action token
-    invalid: torch.Tensor  # [S] the answer had no valid action
-    engine_logprobs: torch.Tensor  # [K]
-    progress: torch.Tensor  # [S] a ground truth that no algorithm sees
-
-
-def flatten(trajectories: list[Trajectory]) -> Batch:
-    """Number groups, trajectories, steps and action tokens through the batch, in their order."""
-    return Batch(**flat_tensors(trajectories))
-
-
-def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sums [S] over the action tokens of each step, of values [K]."""
-    sums = values.new_zeros(len(batch.step_traj))
-    return sums.index_add(0, batch.token_step, values)
-    # === end block ===
+    beta: float = 0.05  # Scale beta of the log ratios in the loss.
+    pair_margin: float = 0.0  # The outcomes of a pair differ by more than this.
 
 
 # === block: rollout ===
-def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
-    """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
-    players = []
-    for task in my_tasks(tasks):  # the whole groups that this process plays
-        with leaving_out(task):  # where the world raises, this episode is left out
-            players.append(Player(env.reset(task), Trajectory(task), chat))
+async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
+    """One episode. All run side by side: while this one awaits the engine, others go on."""
+    episode = env.reset(task)
+    seen = episode.prompt
+    turns = [chat.prompt(seen)]
+    t = Trajectory(task)
 
-    for playing, contexts in rounds(players, args, label):  # until nobody plays; o_1:t as tokens
-        answers = engine.generate(contexts, temperature)
-        for p, context, (action, logprobs) in zip(playing, contexts, answers):
-            text = chat.response(action)
-            try:
-                observation, reward, p.done, info = p.episode.step(text)
-            except Exception as error:  # the world failed: the episode ends on an invalid step
-                observation, reward, p.done, info = faulty_step(p, error)
+    for _ in range(args.max_steps):
+        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; [-0:] is all of them
+        if len(context) + args.max_action_tokens > args.max_context_tokens:
+            t.truncated = True
+            break
+        action, logprobs = await engine.sample(context, sampling)
+        text = chat.response(action)
+        observation, reward, done, info = episode.step(text)
 
-            p.append_tokens(context, action, args.history)
-            p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
-            p.trajectory.outcome += reward
-            p.trajectory.success, p.trajectory.score = info["success"], info["score"]
-            p.hear(action, observation)
-
-    return gather([p.trajectory for p in players])
+        t.append(context, action)  # the ids that the engine saw and sampled
+        t.steps.append(Step(seen, text, logprobs, **info))
+        t.outcome += reward
+        if done:
+            break
+        turns.append(joined([action, chat.observation(observation, action)]))
+        seen = observation
+    return t
     # === end block ===
 
 
-def preference_pairs(outcomes, group, margin: float = 0.0, threshold: float = 0.0) -> list[tuple]:
-    """Every (winner, loser) of a group whose outcomes differ by more than margin; ties give none.
-    With a threshold the winner's is above it and the loser's is not. outcomes [N], group [N]."""
+def optimizer_step(network: Network, args) -> float:
+    """Follow the gradient of all processes, scaled down to --max-grad-norm; its norm before."""
+    sum_gradients(network)
+    grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
+    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+        network.optimizer.step()
+    network.optimizer.zero_grad()
+    return grad_norm
+
+
+def lora(rank: int) -> LoraConfig | None:
+    """An adapter of this rank on every linear layer but the head; 0: none."""
+    if rank == 0:
+        return None
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+
+
+def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
+    """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
+    make none. outcomes [N], group [N]."""
     better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
-    if threshold:
-        better &= (outcomes > threshold + 1e-5)[:, None] & (outcomes <= threshold + 1e-5)[None, :]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
 
-def dpo_loss(log_ratios: torch.Tensor, pairs: list[tuple[int, int]], beta: float) -> torch.Tensor:
-    """Mean over pairs of -logsigmoid(beta (L[winner] - L[loser])), L = log_ratios [N]; none: 0."""
-    if not pairs:
-        return log_ratios.sum() * 0
-    winners, losers = torch.tensor(pairs, device=log_ratios.device).T
-    margins = beta * (log_ratios[winners] - log_ratios[losers])
+def margins(log_ratios: torch.Tensor, step_traj: torch.Tensor, pairs: list) -> torch.Tensor:
+    """The difference of each pair's sums, [P], from the steps' log pi_theta - log pi_old, [S]."""
+    sums = log_ratios.new_zeros(int(step_traj.max()) + 1).index_add(0, step_traj, log_ratios)  # [N]
+    winners, losers = torch.tensor(pairs).T
+    return sums[winners] - sums[losers]
+
+
+def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
+    """Mean of -log sigmoid(L(tau+) - L(tau-)), from [P]."""
     return -logsigmoid(margins).mean()
-
-
-def trajectory_log_ratios(log_ratios: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """L(tau) of every trajectory, [N], from its action tokens' log pi_theta - log pi_old, [K]."""
-    sums = log_ratios.new_zeros(len(batch.outcomes))
-    return sums.index_add(0, batch.step_traj, sum_per_step(log_ratios, batch))
 
 
 def pair_advantages(pairs: list[tuple[int, int]], group: torch.Tensor) -> torch.Tensor:
@@ -182,46 +137,35 @@ def pair_advantages(pairs: list[tuple[int, int]], group: torch.Tensor) -> torch.
     return (won - lost) / others.clamp(min=1)
 
 
-def dpo_update(policy: Network, batch: Batch, old_logprobs, pairs, args) -> dict:
+def dpo_update(policy: Network, batch, old_logprobs, pairs: list, args) -> dict:
     """--minibatches optimiser steps of trajectory DPO, each on the pairs of a random share of the
     groups; statistics from before each step. old_logprobs [K].
 
     The loss depends on the policy through the tokens' log ratios alone: differentiate it by them,
     and back-propagate weight * log-probability, micro-batch by micro-batch."""
-    losses, margins, seen = [], [], []
-    groups = broadcast(torch.randperm(int(batch.group.max()) + 1))
-
-    for minibatch in tqdm(groups.chunk(args.minibatches), "update", leave=False, disable=None):
-        ours = [pair for pair in pairs if batch.group[pair[0]] in minibatch]
+    losses, found, ratios, grad_norms = [], [], [], []
+    for share in torch.randperm(int(batch.group.max()) + 1).chunk(args.minibatches):
+        ours = [pair for pair in pairs if batch.group[pair[0]] in share]
         if not ours:
             continue
-        teaches = torch.isin(batch.step_traj, torch.tensor(ours))  # [S] of trajectories in pairs
+        teaches = torch.isin(batch.step_traj, torch.tensor(ours))  # [S] of episodes in pairs
         teaching = teaches[batch.token_step]  # [K]
 
-        logprobs = batch_logprobs(policy, batch, args, teaches, "DPO")  # [K]
+        logprobs = batch_logprobs(policy, batch, args, only=teaches)  # [K]
         log_ratios = torch.where(teaching, logprobs - old_logprobs, 0.0).requires_grad_()
-        of_trajectories = trajectory_log_ratios(log_ratios, batch)  # [N]
-        loss = dpo_loss(of_trajectories, ours, args.beta)
-        (weights,) = torch.autograd.grad(loss, log_ratios)  # [K]
+        margin = args.beta * margins(sum_per_step(log_ratios, batch), batch.step_traj, ours)  # [P]
+        loss = dpo_loss(margin)
+        (slope,) = torch.autograd.grad(loss, log_ratios)  # [K]
 
-        policy.optimizer.zero_grad()
-        for micro in micro_batches(policy, batch, args, only=teaches):
-            logprobs = action_logprobs(policy, micro, args)  # [k]
-            (logprobs * weights[micro.tokens].to(logprobs.device)).sum().backward()
-            policy.note(micro.tokens, logprobs.detach().cpu() - old_logprobs[micro.tokens])
-
-        sum_gradients(policy)
-        grad_norm = to_float(clip_grad_norm_(policy.trained, args.max_grad_norm))
-        if policy.may_step(loss.item(), grad_norm):  # not if loss or gradient is not finite
-            policy.optimizer.step()
-
-        winners, losers = of_trajectories.detach()[torch.tensor(ours)].T  # [P], [P]
-        margins.append(args.beta * (winners - losers))
+        for micro in micro_batches(batch, args, only=teaches):
+            new = action_logprobs(policy, micro, args)  # [k] with a graph
+            (new * slope[micro.tokens].to(new.device)).sum().backward()
+        grad_norms.append(optimizer_step(policy, args))
         losses.append(loss.item())
-        seen.append(log_ratios.detach()[teaching])
-
-    policy.optimizer.zero_grad()  # frees the gradients' memory
-    return update_statistics(losses, margins, seen) | policy.optimizer_stats()
+        found.append(margin.detach())
+        ratios.append(log_ratios.detach()[teaching])
+    grad_norm = sum(grad_norms) / max(len(grad_norms), 1)
+    return update_statistics(losses, found, ratios) | {"grad_norm": grad_norm}
 
 
 def update_statistics(losses: list[float], margins: list, log_ratios: list) -> dict:
@@ -239,61 +183,65 @@ def update_statistics(losses: list[float], margins: list, log_ratios: list) -> d
     return stats
 
 
-@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or weights that are not finite end in one line
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or gradients that are not finite end in one line
 def main():
     args = parse(Args, __doc__)
     env = WebShop.from_args(args)
     run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
 
     # ------------ Models ------------
-    model, engine, chat = run.load_policy()
-    optimizer = AdamW(trainable(model), args.learning_rate, weight_decay=0.0)
-    policy = Network("policy", model, optimizer, args.run_args.dtype)
+    model, engine, chat = run.load_policy(lora(args.policy_lora_rank))
+    policy = Network("policy", model)  # the transformers model; the engine is vLLM, or the same
+    policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
+
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        max_tokens=args.max_action_tokens,
+        stop_token_ids=chat.stop_ids,
+        logprobs=0,  # of the sampled token alone
+    )
+    evaluation = sampling.clone()
+    evaluation.temperature = args.run_args.eval_temperature
 
     run.resume(policy)
     engine.load(policy.model)
-
-    def evaluate():
-        temperature = args.run_args.eval_temperature
-        return rollout(run.eval_env, engine, chat, run.eval_tasks, args, temperature, "evaluation")
-
     if run.is_new:
-        run.log_episodes("eval", evaluate())
+        run.log_episodes("eval", run.rollout(play, run.eval_env, run.eval_tasks, evaluation))
         run.save()
 
     for iteration in run.iterations():  # what an iteration draws depends on (seed, iteration) alone
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        trajectories = rollout(env, engine, chat, tasks, args, args.temperature, "rollout")
-        batch = flatten(trajectories)  # N trajectories, S steps, K action tokens
+        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
 
-        # ------------ 2. log pi_old of every action token: the reference ------------
+        # ------------ 2. log pi_old of every action token, by the trainer's forward ------------
         old_logprobs = batch_logprobs(policy, batch, args)  # [K]
-        run.log("policy", {"engine_gap": mean_gap(old_logprobs, batch.engine_logprobs)})
+        gap = (old_logprobs - batch.engine_logprobs).abs().mean().item()
         run.lap("logprobs")
 
-        # ------------ 3. Pairs of a better and a worse trajectory of the same task ------------
-        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin, args.pair_threshold)
+        # ------------ 3. Pairs of a better and a worse episode of the same task ------------
+        pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         advantages = pair_advantages(pairs, batch.group)[batch.step_traj]  # [S] for the log
+        run.log("policy", {"pairs": len(pairs)})
 
         # ------------ 4. Policy: trajectory DPO; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving
         policy.optimizer.param_groups[0]["lr"] = args.learning_rate / decay
-        learnt = dpo_update(policy, batch, old_logprobs, pairs, args)
-        run.log("policy", learnt | {"pairs": len(pairs)})
+        run.log("policy", dpo_update(policy, batch, old_logprobs, pairs, args))
+        run.log("policy", {"engine_gap": gap, "advantage_mean": advantages.mean().item()})
         run.lap("update")
-
         engine.load(policy.model)
         run.lap("sync")
 
         # ------------ Log, evaluate, save ------------
-        run.log_episodes("train", trajectories)
+        run.log_episodes("train", episodes)
         if run.evaluates(iteration):
-            run.log_episodes("eval", evaluate())
-        run.save(trajectories, advantage=advantages)
+            run.log_episodes("eval", run.rollout(play, run.eval_env, run.eval_tasks, evaluation))
+        run.save(episodes, advantage=advantages)
 
 
 if __name__ == "__main__":

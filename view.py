@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.flags import parse
-from runtime.ranges import Count
 from runtime.view.viewer import MOST, write_page
 
 import tyro
@@ -24,7 +23,7 @@ import tyro
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]  # One run, or two that are compared.
-    episodes: Count = MOST
+    episodes: int = MOST
     """Most episodes of a run on the page; of a longer run older iterations are thinned."""
     out: str = ""  # File that is written; empty: view.html in the (first) run's directory.
 

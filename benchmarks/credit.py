@@ -42,14 +42,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
 SCRIPTS = {"truth": "istar_webshop", "ablations": "istar_webshop_ablations"}  # others: ROW_webshop
 OWN = {  # flags of a row
-    "truth": "--prm-lora-rank 1 --prm-steps 0 --no-prm-skill --no-mixed-groups-only",
-    "prime": "--ratio token",  # it has no other
+    "truth": "--prm-lora-rank 1 --prm-steps 0",
 }
 # The same for every row. The rate is small on purpose (docs/results.md); it was chosen while panel
 # runs of seed 1 were looked at.
 FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
 --max-context-tokens 512 --tasks-per-iteration 4 --iterations 60 --learning-rate 1.5e-4
---lr-halving inf --ratio step --eval-every 20 --eval-tasks 256 --eval-samples 1
+--lr-halving inf --eval-every 20 --eval-tasks 256 --eval-samples 1
 --eval-temperature 1 --save-every 20 --engine hf"""
 
 
@@ -81,11 +80,17 @@ class Measuring:
         module.flatten, module.Network = self.flattening, self.building
         module.policy_update = self.updating
         if with_truth:
-            module.score_steps = lambda prm, batch, old, args: self.truth(batch, args)
+            module.step_rewards = lambda phi, old, beta: self.truth(self.batch, self.args)
+            module.skill = lambda accuracies: 1.0
+            self.parse, module.parse = module.parse, self.parsing
         elif hasattr(module, "step_advantages"):
             self.step_advantages = module.step_advantages
             module.step_advantages = self.crediting
         self.credit = None  # A^S of the credited steps
+
+    def parsing(self, *given):
+        self.args = self.parse(*given)
+        return self.args
 
     def building(self, name, *rest, **options):
         network = self.network(name, *rest, **options)
@@ -94,18 +99,22 @@ class Measuring:
         return network
 
     def flattening(self, trajectories):
-        if isinstance(trajectories[0], self.module.Trajectory):  # none of the replay's
+        if trajectories[0].steps[0].engine_logprobs and not self.inside_prm():
             self.trajectories, self.batch = trajectories, self.flatten(trajectories)
             return self.batch
         return self.flatten(trajectories)
+
+    @staticmethod
+    def inside_prm() -> bool:
+        """Whether a PRM's update asks, which is of past episodes."""
+        return sys._getframe(2).f_code.co_name == "prm_update"
 
     def crediting(self, rewards, *rest):
         self.credit = self.step_advantages(rewards, *rest)
         return self.credit
 
     def updating(self, policy, batch, old_logprobs, advantages, args):
-        from runtime.run import current
-        from runtime.statistics import correlation
+        from runtime.ending import current
 
         began = time.perf_counter()
         true = self.truth(self.batch, args)  # [S]
@@ -143,7 +152,7 @@ class Measuring:
         from envs.crossings import WAYS, Crossings, right_way
         from runtime.data import micro_batches
         from runtime.networks import plain
-        from runtime.run import current
+        from runtime.ending import current
 
         import torch
 
@@ -155,18 +164,28 @@ class Measuring:
         right = torch.tensor([WAYS.index(right_way(sign)) for sign in signs])  # [S]
 
         found = torch.full((len(right),), math.nan)
-        for micro in micro_batches(self.policy, batch, args):
-            is_action = micro.steps[:, 1:] >= 0
+        for micro in micro_batches(batch, args):
+            is_action = micro.is_action[:, 1:]
             with torch.no_grad():
                 causal = plain(self.policy.activate())
                 hidden = self.policy.hidden(micro.ids)[:, :-1][is_action]
                 logits = causal.get_output_embeddings()(hidden) / args.temperature
-            targets, steps = micro.ids[:, 1:][is_action], micro.steps[:, 1:][is_action]
+            targets, steps = micro.ids[:, 1:][is_action], batch.token_step[micro.tokens]
             chance = logits.softmax(-1)[:, way_ids]  # [k, 4]
             gives_way = torch.isin(targets, way_ids)
             for k in reversed(gives_way.nonzero()[:, 0].tolist()):  # the first of a step counts
                 found[steps[k]] = chance[k, right[steps[k]]]
         return found.nan_to_num(found.nanmean().item())
+
+
+def correlation(x, y) -> float | None:
+    """Pearson's correlation of two vectors; None where one of them does not vary."""
+    import torch
+
+    if len(x) < 2:
+        return None
+    value = torch.corrcoef(torch.stack([x.double(), y.double()]))[0, 1].item()
+    return value if value == value else None
 
 
 def work(row: str, flags: list[str], directory: Path) -> None:

@@ -184,13 +184,19 @@ def action_logprobs(network: Network, micro, args) -> torch.Tensor:
 
 
 @torch.no_grad()
+def over_batch(function, network: Network, batch, args, only=None) -> torch.Tensor:
+    """function(network, micro-batch, args) [k] of the whole batch, [K] on the CPU; 0 for sequences
+    of which no step is in only [S]."""
+    values = torch.zeros(len(batch.token_step))
+    for micro in micro_batches(batch, args, only, f"forward passes, {network.name}"):
+        values[micro.tokens] = function(network, micro, args).cpu()
+    return processes.total(values)
+
+
 def batch_logprobs(network: Network, batch, args, only=None) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU; 0 for sequences of which no step is in
-    only [S]."""
-    logprobs = torch.zeros(len(batch.token_step))
-    for micro in micro_batches(batch, args, only, f"log-probabilities, {network.name}"):
-        logprobs[micro.tokens] = action_logprobs(network, micro, args).cpu()
-    return processes.total(logprobs)
+    """action_logprobs of the whole batch, [K] on the CPU, without a graph; 0 for sequences of which
+    no step is in only [S]."""
+    return over_batch(action_logprobs, network, batch, args, only)
 
 
 def sum_gradients(network: Network) -> None:

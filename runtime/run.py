@@ -304,9 +304,10 @@ class Run:
 
 
 def mean_of(seen: list[dict]) -> dict:
-    """The means of statistics that all processes have seen, each {"weight": number, name: value},
-    as {name: mean}. {} where nothing was seen."""
-    seen = [stats for stats in processes.gather(seen) if stats["weight"]]
+    """{name: mean} of statistics that all processes have seen, from {name: value} of each; a value
+    counts as often as its "weight" says, or once. {} where nothing was seen."""
+    seen = [{"weight": 1} | stats for stats in processes.gather(seen)]
+    seen = [stats for stats in seen if stats["weight"]]
     weight = sum(stats["weight"] for stats in seen)
     names = [name for name in seen[0] if name != "weight"] if seen else []
     return {name: sum(s["weight"] * s[name] for s in seen) / weight for name in names}
