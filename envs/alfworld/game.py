@@ -79,6 +79,7 @@ class Game:
         self.kinds = problem.kinds
         self.start_facts = frozenset(f for f in problem.facts if f[0] in CHANGING)
         self.facts = problem.facts - self.start_facts  # that nothing changes
+        self.goal_formula = problem.goal
         self.goal = ground(problem.goal, problem, {}, {})
         self.names = names_of({word for fact in problem.facts for word in fact[1:]})
 
