@@ -1,4 +1,4 @@
-"""Speed and memory of the WebShop environment, one core, no network.
+"""Speed and memory of the environments WebShop and ALFWorld, one core, no network.
 
     python benchmarks/environments.py                       # on the tests' recorded catalogue
     python benchmarks/environments.py --webshop-data DIR    # on the published files
@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from envs.alfworld import AlfWorld
 from envs.webshop import (
     SearchIndex,
     Session,
@@ -96,6 +97,53 @@ def index_speed(number):
     return built, (time.perf_counter() - start) / len(queries)
 
 
+def random_house_steps(env, tasks, number, seed=0):
+    """Take `number` steps of random admissible commands, the world's own work included."""
+    draw = random.Random(seed)
+    taken = 0
+    while taken < number:
+        episode = env.reset(draw.choice(tasks))
+        while not episode.done and taken < number:
+            words = draw.choice(episode.play.admissible)
+            episode.step(f"<think>now</think><action>{words}</action>")
+            taken += 1
+
+
+def house_speed(number):
+    """(steps a second, seconds of a first reset at most, of another one in the mean)."""
+    env = AlfWorld()
+    tasks, firsts = env.train_tasks[:200], []
+    for task in tasks:
+        start = time.process_time()
+        env.reset(task)
+        firsts.append(time.process_time() - start)
+    start = time.process_time()
+    for _ in range(200):
+        env.reset(tasks[-1])
+    again = (time.process_time() - start) / 200
+    random_house_steps(env, tasks[-16:], 500)
+    start = time.process_time()
+    random_house_steps(env, tasks[-16:], number, seed=1)
+    return number / (time.process_time() - start), max(firsts), again
+
+
+def house_memory(games, group):
+    """Bytes that `group` episodes of each of so many games hold, after 20 steps each."""
+    env, draw = AlfWorld(), random.Random(0)
+    gc.collect()
+    tracemalloc.start()
+    episodes = [env.reset(task) for task in env.train_tasks[:games] for _ in range(group)]
+    for episode in episodes:
+        for _ in range(20):
+            if not episode.done:
+                words = draw.choice(episode.play.admissible)
+                episode.step(f"<think>now</think><action>{words}</action>")
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return held
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     data = str(ROOT / "tests/data/webshop/data")
@@ -122,6 +170,13 @@ def main():
     built, search = index_speed(args.documents)
     report(f"index of {args.documents:,} documents, built", built, "s", "under 30")
     report("one search there", search * 1e3, "ms", "under 3")
+
+    print(AlfWorld().name)
+    speed, first, again = house_speed(args.steps)
+    report("alfworld, steps", speed, "steps/s", "at least 5,000")
+    report("alfworld, a game's first reset at most", first * 1e3, "ms", "under 20")
+    report("alfworld, another reset", again * 1e3, "ms", "under 2")
+    report("alfworld, 128 episodes of 16 games", house_memory(16, 8) / 2**20, "MB", "under 60")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ def directory() -> Path:
 
 
 def text_of(name: str) -> str:
+    path = directory() / name
     try:
-        return (directory() / name).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DataError(f"alfworld's {name} cannot be read ({type(error).__name__})") from None
 
