@@ -5,15 +5,21 @@ vLLM runs in one process of its own (this file, as a script), which measures; th
 it measured.
 """
 
+import asyncio
+import contextlib
 import copy
+import functools
+import itertools
 import json
 import os
 import random
 import subprocess
 import sys
+import time
+import types
 
 from runtime.data import Step, Trajectory, flatten
-from runtime.engines import SamplingParams, answers
+from runtime.engines import EngineError, SamplingParams, answers
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.networks import Network, add_adapter, batch_logprobs, compute_with
@@ -60,6 +66,56 @@ def sampling_of(**changes) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 8} | changes)
 
 
+def together(engine, *episodes) -> list:
+    """The results of these coroutines, which the engine serves; then serving is cancelled."""
+
+    async def run():
+        serving = asyncio.ensure_future(engine.serve())
+        try:
+            return await asyncio.gather(*episodes)
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+async def episode(engine, number: int, delay: float = 0.0) -> list:
+    """(context, answer) of each turn of an episode, whose turns are as many as its number says;
+    the world answers after a delay [s], by sleeping."""
+    rng, samples = random.Random(number), []
+    context = [3 + number % 3] * 20
+    for _ in range(1 + number % 4):
+        ids, logprobs = await engine.sample(context, sampling_of(max_tokens=6))
+        samples.append((context, (ids, logprobs)))
+        if delay:
+            await asyncio.sleep(delay)
+        context = context + ids + [rng.randrange(3, 150) for _ in range(rng.choice((3, 40)))]
+    return samples
+
+
+class Rounds:
+    """Plays as rounds do: a round asks who plays, and the next one begins with all its answers."""
+
+    @types.coroutine
+    def sample(self, context, sampling):
+        return (yield context, sampling)
+
+    def play(self, engine, number: int) -> list:
+        """The results of so many episodes."""
+        playing = {n: episode(self, n) for n in range(number)}
+        asking, samples = {n: each.send(None) for n, each in playing.items()}, {}
+        while asking:
+            contexts, sampling = [c for c, _ in asking.values()], asking[min(asking)][1]
+            for n, sample in zip([*asking], engine.generate(contexts, sampling)):
+                try:
+                    asking[n] = playing[n].send(sample)
+                except StopIteration as end:
+                    samples[n] = end.value
+                    del asking[n]
+        return [samples[n] for n in range(number)]
+
+
 def asked(engine, args, contexts) -> list:
     """(context, answer) of each context, sampled as the arguments say."""
     sampling = sampling_of(temperature=args.temperature, max_tokens=args.max_action_tokens)
@@ -72,12 +128,14 @@ def gap(engine, model, args, contexts) -> float:
     return gap_of(model, args, asked(engine, args, contexts))
 
 
-def gap_of(model, args, samples) -> float:
-    """The same of samples (context, (ids, log-probabilities))."""
+def gap_of(model, args, samples, ends: bool = True) -> float:
+    """The same of samples (context, (ids, log-probabilities)). ends: those without a stop token are
+    as long as the arguments say."""
     trajectories = []
     for context, (ids, logprobs) in samples:
         assert 1 <= len(ids) <= args.max_action_tokens and len(ids) == len(logprobs)
-        assert STOP not in ids[:-1] and (ids[-1] == STOP or len(ids) == args.max_action_tokens)
+        assert STOP not in ids[:-1]
+        assert not ends or ids[-1] == STOP or len(ids) == args.max_action_tokens
         trajectory = Trajectory(0)
         trajectory.append(context, ids)
         trajectory.steps.append(Step("", "", logprobs))
@@ -214,6 +272,136 @@ def test_transformers_engine_keeps_what_it_has_read(engine_memory):
     assert (sum(read) < 0.6 * every) == (engine_memory > 1), (sum(read), every)
 
 
+def test_coroutines_get_what_rounds_give_bit_for_bit():
+    """The same batches in the same order; and the same seed gives the same samples again."""
+    model, played_out = tiny(), []
+    for play in (together, together, Rounds().play):
+        engine = TransformersEngine("", [STOP], settings())
+        engine.load(model)
+        torch.manual_seed(5)
+        episodes = [9] if play is not together else [episode(engine, n) for n in range(9)]
+        played_out.append(play(engine, *episodes))
+        assert engine.asked == []
+    assert played_out[0] == played_out[1] == played_out[2]
+    turns = [len(samples) for samples in played_out[0]]
+    assert turns == [1, 2, 3, 4, 1, 2, 3, 4, 1]
+
+
+def test_who_asks_at_once_is_answered_at_once_and_parts_have_equal_parameters():
+    engine, calls = TransformersEngine("", [STOP], settings()), []
+    engine.load(tiny())
+    generate = engine.generate
+
+    def counted(contexts, sampling):
+        calls.append((len(contexts), sampling.max_tokens))
+        return generate(contexts, sampling)
+
+    engine.generate = counted
+    asking = [engine.sample([5, 6, 7 + n], sampling_of(max_tokens=1 + n % 2)) for n in range(6)]
+    lengths = [len(ids) for ids, _ in together(engine, *asking)]
+    assert calls == [(3, 1), (3, 2)]
+    assert lengths[::2] == [1, 1, 1] and all(1 <= n <= 2 for n in lengths[1::2])
+
+
+@pytest.mark.parametrize("delay", (0.0, 0.05))
+def test_a_slow_partner_does_not_hinder_others(delay):
+    """Somebody else in the loop waits for a second; the episodes are done long before."""
+    engine = TransformersEngine("", [STOP], settings())
+    engine.load(tiny())
+    assert slow_partner(engine, delay) < 0.9
+
+
+def slow_partner(engine, delay: float) -> float:
+    """Seconds until eight episodes were done, of which a ninth waits for a second meanwhile."""
+    done = []
+
+    async def timed(number):
+        await episode(engine, number, delay)
+        done.append(time.perf_counter())
+
+    async def partner():
+        await asyncio.sleep(1.0)
+        await episode(engine, 3)
+        return time.perf_counter()
+
+    begin = time.perf_counter()
+    late = together(engine, partner(), *map(timed, range(8)))[0]
+    assert late - begin > 1.0 and len(done) == 8
+    return max(done) - begin
+
+
+def test_an_answer_that_nobody_waits_for_is_not_missed():
+    """An episode that is cancelled while it waits disturbs nobody, in the loop after it neither."""
+    engine = TransformersEngine("", [STOP], settings())
+    engine.load(tiny())
+
+    async def gives_up():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.sample([5, 6], sampling_of()), 0.0)
+
+    _, played_on = together(engine, gives_up(), episode(engine, 3))
+    assert len(played_on) == 4
+    assert len(answers(engine, [[5, 6]], sampling_of())) == 1
+
+
+def truncated(probabilities: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
+    """The distribution [vocabulary] without what top_k and then top_p leave out."""
+    kept = torch.zeros_like(probabilities)
+    falling = sorted(range(len(kept)), key=lambda token: -probabilities[token])
+    falling = falling[: top_k or None]
+    whole = probabilities[falling].sum()
+    for token in falling:
+        if kept.sum() / whole >= top_p:
+            break
+        kept[token] = probabilities[token]
+    return kept / kept.sum()
+
+
+TRUNCATIONS = ((0.7, 0), (1.0, 4), (0.6, 12))  # (top_p, top_k)
+
+
+def off_truncated(engine, model, top_p: float, top_k: int, number: int = 2000) -> tuple:
+    """(largest difference between a token's frequency and its probability, in standard deviations;
+    largest difference of its log-probability), where top_p and top_k leave tokens out."""
+    context = [5, 6, 7]
+    one = sampling_of(max_tokens=1, temperature=1.3, top_p=top_p, top_k=top_k)
+    torch.manual_seed(1)
+    drawn = [(ids[0], logprobs[0]) for ids, logprobs in answers(engine, [context] * number, one)]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([context])).logits[0, -1]
+    exact = truncated((logits / 1.3).softmax(-1), top_p, top_k)
+    assert 1 < (exact > 0).sum() < 0.5 * len(exact)
+    tokens, logprobs = (torch.tensor(column) for column in zip(*drawn))
+    frequencies = torch.bincount(tokens, minlength=len(exact)) / number
+    deviations = (frequencies - exact).abs() / (exact * (1 - exact) / number).sqrt().clamp(min=1e-6)
+    return deviations.max().item(), (logprobs - exact.log()[tokens]).abs().max().item()
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), TRUNCATIONS)
+def test_transformers_engine_samples_what_top_p_and_top_k_leave(top_p, top_k):
+    model = random_model(0)
+    engine = TransformersEngine("", [STOP], settings())
+    engine.load(model)
+    deviations, gap = off_truncated(engine, model, top_p, top_k)
+    assert deviations < 4.5 and gap < 1e-4
+    greedy = sampling_of(max_tokens=1, temperature=0.0, top_p=top_p, top_k=top_k)
+    ((_, (logprob,)),) = answers(engine, [[5, 6, 7]], greedy)
+    assert logprob < -1e-3  # of the whole softmax: the most probable token is taken anyway
+
+
+def test_sampling_that_no_engine_has_is_refused():
+    for wrong in ({"temperature": -1.0}, {"max_tokens": 0}, {"top_p": 0.0}, {"top_k": -1}):
+        with pytest.raises(ValueError, match="no engine samples so"):
+            SamplingParams(**wrong)
+    with pytest.raises(ValueError, match="logprobs 5"):
+        SamplingParams(logprobs=5)
+    ours = SamplingParams(stop_token_ids=[2])
+    other = ours.clone()
+    other.temperature = 0.0
+    other.stop_token_ids.append(3)
+    assert ours == SamplingParams(stop_token_ids=[2])
+
+
 def test_transformers_engine_forgets_with_the_weights():
     """After load nothing that the old weights computed is used."""
     model, args, context = tiny(), settings(max_action_tokens=6, engine_memory=2), [7] * 20
@@ -281,6 +469,9 @@ def measure_vllm() -> dict:
     whole, reset = VllmEngine.repack_tied_head, engine.llm.reset_prefix_cache
     assert model.config.tie_word_embeddings
     gaps["start"] = gap(engine, model, args, contexts)
+    for top_p, top_k in TRUNCATIONS:
+        off = off_truncated(engine, model, top_p, top_k)
+        gaps[f"frequencies {top_p} {top_k}"], gaps[f"truncated {top_p} {top_k}"] = off
     for update in (1, 2, 3):
         move(model, update)
         # the update is felt at all
@@ -324,24 +515,68 @@ def measure_vllm() -> dict:
     )
     gaps["greedy differs"] = float(once != again)
 
-    dead = engine.llm
+    gaps["slow partner"] = slow_partner(engine, 0.0)
+    gaps["left over"] = left_over(engine)
 
-    def die(*args, **kwargs):
-        raise RuntimeError("the engine core died")
+    dead, step, steps = engine.llm, engine.llm.llm_engine.step, itertools.count()
 
-    dead.generate = die
-    gaps["after its death"] = gap(engine, policy, args, contexts)
+    def die(after=0):
+        if next(steps) >= after:
+            raise RuntimeError("the engine core died")
+        return step()
+
+    dead.llm_engine.step = functools.partial(die, after=3)
+    sampling = [sampling_of(max_tokens=1 + n) for n in range(6)]  # some are answered before
+    asking = [engine.sample(context, each) for context, each in zip(contexts, sampling)]
+    samples = [*zip(contexts, together(engine, *asking))]
+    gaps["answered before its death"] = float(sum(len(ids) <= 3 for _, (ids, _) in samples))
+    gaps["after its death"] = gap_of(policy, args, samples, ends=False)
     gaps["restarts"] = float(engine.restarts if engine.llm is not dead else -1)
 
     move(policy, 4)
     engine.load(policy)
     gaps["the new one after an update"] = gap(engine, policy, args, contexts)
-    engine.llm.generate = die
-    try:
-        engine.generate(contexts, 1.0)
-    except RuntimeError:
-        gaps["the second death"] = 1.0
+    gaps["left over by the new one"] = left_over(engine)
+    prompt, engine.prompt = engine.prompt, lambda context: {"prompt_token_ids": context[1:]}
+    gaps["other ids"] = raised_by(engine, contexts, "the engine saw other ids")
+    engine.prompt = prompt
+    gaps["after other ids"] = gap(engine, policy, args, contexts)
+    engine.llm.llm_engine.step = die
+    gaps["the second death"] = raised_by(engine, contexts, "failed twice (RuntimeError: the engine")
     return gaps
+
+
+def raised_by(engine, contexts, told: str) -> float:
+    """1 if asking ends in an EngineError that says so."""
+    try:
+        answers(engine, contexts, sampling_of())
+    except EngineError as error:
+        return float(told in str(error))
+    return 0.0
+
+
+def left_over(engine) -> float:
+    """Requests that are left in the engine and its core where serving was cancelled in the middle
+    of answers."""
+    core = engine.llm.llm_engine
+
+    async def run():
+        serving = asyncio.ensure_future(engine.serve())
+        asking = [engine.sample(context, sampling_of()) for context in contexts_of(engine.model)]
+        asking = [asyncio.ensure_future(each) for each in asking]
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert core.get_num_unfinished_requests()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        for task in asking:
+            task.cancel()
+
+    asyncio.run(run())
+    running = core.engine_core.engine_core.scheduler.get_num_unfinished_requests()
+    return float(
+        core.get_num_unfinished_requests() + running + len(engine.owed) + len(engine.asked)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +615,26 @@ def test_vllm_takes_a_lora_policy_merged_and_leaves_the_base(gaps):
 
 def test_vllm_is_replaced_once_when_it_dies_with_the_current_weights(gaps):
     assert gaps["after its death"] < 1e-3 and gaps["the new one after an update"] < 1e-3
+    assert gaps["answered before its death"] > 0
     assert gaps["restarts"] == 1.0 and gaps["the second death"] == 1.0
+
+
+def test_vllm_is_clean_after_it_was_cancelled(gaps):
+    assert gaps["left over"] == gaps["left over by the new one"] == 0.0
+
+
+def test_vllm_that_saw_other_ids_is_caught(gaps):
+    assert gaps["other ids"] == 1.0 and gaps["after other ids"] < 1e-3
+
+
+def test_vllm_answers_beside_a_slow_partner(gaps):
+    assert gaps["slow partner"] < 0.9
+
+
+@pytest.mark.parametrize("left", TRUNCATIONS)
+def test_vllm_samples_what_top_p_and_top_k_leave(gaps, left):
+    top_p, top_k = left
+    assert gaps[f"frequencies {top_p} {top_k}"] < 4.5 and gaps[f"truncated {top_p} {top_k}"] < 1e-3
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Most tests ask a server of this file, which speaks vLLM's protocol, computes wit
 can be killed. The slow ones start vLLM's own server.
 """
 
+import asyncio
 import contextlib
 import http.server
 import json
@@ -19,7 +20,7 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime.engines import EngineError, SamplingParams, answers, servers
+from runtime.engines import EngineError, answers, servers
 from runtime.engines.servers import EXTENSION, ServerEngine
 
 import pytest
@@ -27,7 +28,18 @@ import torch
 from conftest import ROOT, TINY, free_port, run_main, settings
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_engines import STOP, adapted, contexts_of, gap, move, sampling_of, tiny
+from test_engines import (
+    STOP,
+    adapted,
+    contexts_of,
+    episode,
+    gap,
+    move,
+    sampling_of,
+    slow_partner,
+    tiny,
+    together,
+)
 from test_processes import launch
 
 SMALL = """--tasks-per-iteration 2 --group-size 2 --eval-tasks 2 --eval-samples 1 --max-steps 2
@@ -268,6 +280,63 @@ def test_servers_share_the_load_and_seeds_make_samples_repeat(tmp_path):
     assert [ids for ids, _ in samples[0]] == [ids for ids, _ in samples[1]]
     assert samples[0][0] != samples[0][6]  # equal contexts have seeds of their own
     assert answers(engine, [], sampling_of()) == []
+
+
+def test_a_request_says_how_to_sample(fake, tmp_path):
+    engine = engine_of(args_for(fake[1]), tmp_path)
+    engine.load(tiny())
+    answers(engine, [[5, 6]], sampling_of(temperature=0.6, top_p=0.9, top_k=3, max_tokens=2))
+    asked = fake[0].asked[-1]["sampling_params"]
+    seed = asked.pop("seed")
+    assert 0 <= seed < 2**31
+    expected = dict(temperature=0.6, top_p=0.9, top_k=3, max_tokens=2, stop_token_ids=[STOP])
+    assert asked == expected | dict(logprobs=0, detokenize=False)
+    answers(engine, [[5, 6]], sampling_of(stop_token_ids=[7]))
+    assert fake[0].asked[-1]["sampling_params"]["stop_token_ids"] == [7]
+
+
+def test_an_episode_stays_with_the_server_that_has_its_beginning(fake, tmp_path):
+    """Its next turns are asked of the same one, whoever has fewer requests by a few."""
+    other = Fake()
+    with listening(other) as url:
+        engine = engine_of(args_for(fake[1], url), tmp_path)
+        engine.load(tiny())
+        together(engine, *(episode(engine, 3) for _ in range(6)))
+        homes = [{tuple(body["token_ids"]) for body in each.asked[1:]} for each in (fake[0], other)]
+        assert [len(each.asked) - 1 for each in (fake[0], other)] == [12, 12]
+        for ours, theirs in (homes, homes[::-1]):
+            for context in (context for context in ours if len(context) > 20):
+                assert any(context[: len(shorter)] == shorter for shorter in ours - {context})
+                assert not any(context[: len(c)] == c for c in theirs if len(c) > 20)
+
+
+def test_a_slow_partner_does_not_hinder_others(fake, tmp_path):
+    engine = engine_of(args_for(fake[1]), tmp_path)
+    engine.load(tiny())
+    assert slow_partner(engine, 0.0) < 0.95
+
+
+def test_a_rollout_that_is_cancelled_loses_no_server(fake, tmp_path, capsys):
+    engine = engine_of(args_for(fake[1]), tmp_path)
+    engine.load(tiny())
+    expected = len(fake[0].asked) + 1
+
+    async def run():
+        serving = asyncio.ensure_future(engine.serve())
+        asking = [asyncio.ensure_future(engine.sample([7] * 50, sampling_of())) for _ in range(20)]
+        while len(fake[0].asked) < expected:
+            await asyncio.sleep(0.001)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(run())
+    assert engine.restarts == 0 and "lost" not in capsys.readouterr().out
+    assert gap(engine, tiny(), engine.args, contexts_of(tiny())) < 1e-4
+    assert engine.servers[0].in_flight == 0
 
 
 # ------------ servers that are lost ------------
@@ -594,7 +663,9 @@ def test_vllms_server_has_the_trainers_log_probabilities(started, tmp_path):
         torch.manual_seed(0)
         once = answers(engine, contexts, sampling_of())
         torch.manual_seed(0)
-        assert [ids for ids, _ in answers(engine, contexts, sampling_of())] == [ids for ids, _ in once]
+        assert [ids for ids, _ in answers(engine, contexts, sampling_of())] == [
+            ids for ids, _ in once
+        ]
 
     # without a new salt the prefixes of old weights are found
     args, model = args_for(started.url), tiny()

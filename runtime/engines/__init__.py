@@ -110,7 +110,12 @@ def answers(engine, contexts: list[list[int]], sampling: SamplingParams) -> list
     async def ask():
         serving = asyncio.ensure_future(engine.serve())
         asking = asyncio.gather(*(engine.sample(context, sampling) for context in contexts))
-        await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
-        return (serving if serving.done() else asking).result()
+        try:
+            await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
+            return (serving if serving.done() else asking).result()
+        finally:
+            serving.cancel()
+            asking.cancel()
+            await asyncio.gather(serving, asking, return_exceptions=True)
 
-    return asyncio.run(ask())  # which cancels what is left
+    return asyncio.run(ask())

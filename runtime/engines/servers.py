@@ -1,8 +1,8 @@
 """Servers elsewhere: vLLM on other machines samples, and this process trains.
 
---engine-url names them; docs/many-gpus.md has the command that starts one. Token ids go there and
-come back. A request goes to the server that has the fewest to answer, with a seed of its own, so
-that a sample which is asked for again is the same.
+--engine-url names them; docs/many-gpus.md has the command that starts one. A request goes to the
+server that has the fewest, with a seed of its own, so that a sample which is asked for again is the
+same.
 
 Weights go by files, in a directory of the run that the servers have to see too. A LoRA policy is an
 adapter on the weights of --model, under a new name after each update: a name once used would serve
@@ -16,7 +16,6 @@ asked for again, and it gets the weights again when it is back.
 
 import asyncio
 import contextlib
-import itertools
 import shutil
 import time
 import uuid
@@ -26,7 +25,8 @@ from weakref import WeakKeyDictionary
 
 from runtime.distributed import processes
 from runtime.engines import EngineError, Sample, SamplingParams
-from runtime.networks import assert_finite, policy_weights
+from runtime.networks import adapter_weights, assert_finite, policy_shapes, policy_weights
+from runtime.saving.tensors import write_tensors
 from runtime.view.terminal import plain, warn
 
 import httpx2
@@ -40,7 +40,6 @@ ANSWERS_WITHIN = 1800.0  # seconds
 TRIES = 3  # losses in a row, for each server, without a sample; and of weights that one refuses
 IN_FLIGHT = 256  # connections for each server
 PREFIX = 8  # requests by which a server may have more to do and still keep its episodes
-SHARD = 2**31  # bytes of a file of weights, about
 EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
 
@@ -59,18 +58,18 @@ class Weights(NamedTuple):
 
 
 class Server:
-    """One vLLM server. version, adapter: of the weights that it has; None: not known."""
+    """One vLLM server. weights: those that it has; None: not known."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.version = self.adapter = None
+        self.weights: Weights | None = None
         self.salt = ""  # of the prefixes that these weights computed
         self.asked_again = 0.0  # when a server that was lost may be asked again, by time.monotonic
         self.in_flight = 0  # requests that it has not answered yet
         self.client = None  # the pool of connections of the event loop that runs now
 
     async def send(self, method: str, path: str, **content):
-        """The response to a request. Raises LostError where there is none."""
+        """The response to a request; LostError where there is none."""
         try:
             return await self.client.request(method, self.url + path, **content)
         except httpx2.HTTPError as error:
@@ -125,23 +124,15 @@ class Server:
 
     # ------------ weights ------------
 
-    def has(self, weights: Weights) -> bool:
-        return (self.version, self.adapter) == (weights.version, weights.adapter)
-
-    def note(self, weights: Weights) -> None:
+    def note(self, weights: Weights | None) -> None:
         """That the server has these weights from now on. Prefixes that it kept are not theirs."""
-        self.version, self.adapter, self.salt = weights.version, weights.adapter, uuid.uuid4().hex
-
-    def lose(self) -> None:
-        """Forget which weights the server has: it may be another one now."""
-        self.version = self.adapter = None
-        self.salt = ""
+        self.weights, self.salt = weights, uuid.uuid4().hex
 
     async def take(self, weights: Weights) -> None:
         """Have the server sample with these weights. Raises LostError, EngineError."""
         for attempt in range(TRIES):
             try:
-                if self.version != weights.version:
+                if not self.weights or self.weights.version != weights.version:
                     order = {"method": "take_policy", "args": [weights.path]}
                     await self.call("POST", "/collective_rpc", json=order)
                     version = {"new_version": weights.version}
@@ -168,7 +159,7 @@ class Server:
             return False
         return True
 
-    async def forget(self, adapter: str | None) -> None:
+    async def forget(self, adapter: str) -> None:
         """Unload an adapter, if it is there."""
         with contextlib.suppress(LostError, EngineError):
             await self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": adapter})
@@ -177,9 +168,9 @@ class Server:
 
     async def sample(self, request: dict) -> Sample:
         """Raises LostError, EngineError."""
-        version, request = self.version, request | {"cache_salt": self.salt}
-        if self.adapter:
-            request["model"] = self.adapter
+        weights, request = self.weights, request | {"cache_salt": self.salt}
+        if weights.adapter:
+            request["model"] = weights.adapter
         self.in_flight += 1
         try:
             response = await self.send("POST", "/inference/v1/generate", json=request)
@@ -188,7 +179,7 @@ class Server:
         if response.status_code >= 500 or response.status_code == 404:  # an adapter that it lost
             raise LostError(f"status {response.status_code}{message_of(response)}")
         ids, logprobs, versions = self.answer(self.read(response), request)
-        if versions != {version}:
+        if versions != {weights.version}:
             raise LostError("it has other weights than the policy's")
         return ids, logprobs
 
@@ -223,10 +214,8 @@ def message_of(response) -> str:
 
 def request_of(context: list[int], **sampling) -> dict:
     """The body of a request for one sample; sampling: vLLM's SamplingParams."""
-    return {
-        "token_ids": context,
-        "sampling_params": {"logprobs": 0, "detokenize": False} | sampling,
-    }
+    sampling |= {"logprobs": 0, "detokenize": False}
+    return {"token_ids": context, "sampling_params": sampling}
 
 
 class ServerEngine:
@@ -277,52 +266,60 @@ class ServerEngine:
         )
         while True:
             await self.there.wait()
-            server = self.choose()
+            there, server = self.there, self.choose()
             salt = server.salt
             try:
                 sample = await server.sample(request)
                 self.fruitless = 0
                 return sample
             except LostError as error:
-                if server.salt == salt:  # else another request has told
+                # else another request has told, or the rollout is over
+                if server.salt == salt and self.there is there:
                     self.lose(server, error)
+
+    def ready_servers(self) -> list[Server]:
+        """Those that have the policy's weights."""
+        return [server for server in self.servers if server.weights == self.weights]
 
     def choose(self) -> Server:
         """The server with the fewest requests in flight; an episode stays with the one that has
         read its beginning, unless that has much more to do."""
         episode = asyncio.current_task()
         home = self.homes.get(episode)
-        there = [server for server in self.servers if server.has(self.weights)]
-        best = min(there, key=lambda s: s.in_flight - PREFIX * (s is home))
+        best = min(self.ready_servers(), key=lambda s: s.in_flight - PREFIX * (s is home))
         self.homes[episode] = best
         return best
 
     def lose(self, server: Server, error: LostError) -> None:
         """A server is lost: it gets the weights again when it is back. Raises EngineError where
         servers come back and are lost again without a sample."""
-        server.lose()
+        server.note(None)  # it may be another one now
         self.restarts += 1
         self.fruitless += 1
         warn(f"{server.url} was lost in the middle of a rollout ({error})")
         if self.fruitless >= TRIES * len(self.servers):
             raise EngineError(f"no sample in {TRIES} tries ({server.url}: {error})")
         self.lost.set()
-        if not any(server.has(self.weights) for server in self.servers):
+        if not self.ready_servers():
             self.there.clear()
 
     async def serve(self) -> None:
         """Hold the connections, and bring back servers that were lost, until this is cancelled.
         Raises EngineError where all stay away."""
-        self.there, self.lost = asyncio.Event(), asyncio.Event()
         self.fruitless = 0
         async with self.connected():
-            while True:
-                self.lost.clear()
-                await self.ready()
-                self.there.set()
-                missing = not all(server.has(self.weights) for server in self.servers)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.lost.wait(), LONGEST_PAUSE if missing else None)
+            try:
+                while True:
+                    self.lost.clear()
+                    if self.ready_servers():
+                        self.there.set()  # they need not wait for the others
+                    await self.ready()
+                    self.there.set()
+                    away = len(self.ready_servers()) < len(self.servers)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self.lost.wait(), LONGEST_PAUSE if away else None)
+            finally:  # the next rollout may have another loop
+                self.there, self.lost = asyncio.Event(), asyncio.Event()
 
     # ------------ weights ------------
 
@@ -339,10 +336,15 @@ class ServerEngine:
             shutil.rmtree(self.directory, ignore_errors=True)  # those before
             path.mkdir(parents=True)
         if self.args.policy_lora_rank:
-            write_adapter(model, path)
+            adapter = adapter_weights(model, "policy")
+            if processes.rank() == 0:
+                save_file(adapter, path / "adapter_model.safetensors")
+                model.peft_config["policy"].save_pretrained(path)
             self.weights = Weights(f"{self.path} alone", self.path, tag, str(path))
         else:
-            write_weights(model, path, getattr(torch, self.args.run_args.dtype))
+            dtype = getattr(torch, self.args.run_args.dtype)
+            shapes = {name: (dtype, shape) for name, shape in policy_shapes(model).items()}
+            write_tensors(path / "model.safetensors", shapes, policy_weights(model))
             self.weights = Weights(tag, str(path))
 
         failed = ""
@@ -358,7 +360,7 @@ class ServerEngine:
 
     async def hand_over(self) -> None:
         """Have the servers take the weights, and forget the adapters of those before."""
-        before = [(server, server.adapter) for server in self.servers if server.adapter]
+        before = [(s, s.weights.adapter) for s in self.servers if s.weights and s.weights.adapter]
         async with self.connected():
             try:
                 await self.ready()
@@ -371,16 +373,17 @@ class ServerEngine:
         EngineError."""
         end, told = time.monotonic() + BACK_WITHIN, False
         while True:
-            missing = [s for s in self.servers if not s.has(self.weights)]
+            missing = [server for server in self.servers if server.weights != self.weights]
             if len(missing) < len(self.servers):  # those that are away may wait
-                missing = [s for s in missing if time.monotonic() >= s.asked_again]
+                now = time.monotonic()
+                missing = [server for server in missing if now >= server.asked_again]
             reasons = await asyncio.gather(*map(self.bring, missing))
-            if there := [server for server in self.servers if server.has(self.weights)]:
+            if there := self.ready_servers():
                 if told:
                     warn(f"{there[0].url} is back, and has the policy's weights again")
                 return
 
-            (reason, *_) = filter(None, reasons)
+            reason = next(filter(None, reasons), "every server was lost again")
             if time.monotonic() > end:
                 raise EngineError(f"{reason}; it was waited for {BACK_WITHIN:.0f} s")
             if not told:
@@ -396,30 +399,3 @@ class ServerEngine:
             server.asked_again = time.monotonic() + LONGEST_PAUSE
             return f"{server.url} does not answer ({error})"
         return ""
-
-
-def write_adapter(model, path: Path) -> None:
-    """The policy's adapter, as vLLM reads it; by the first process."""
-    from peft import get_peft_model_state_dict
-
-    if processes.rank():
-        return
-    found = get_peft_model_state_dict(model, adapter_name="policy")
-    found = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
-    save_file(found, path / "adapter_model.safetensors")
-    model.peft_config["policy"].save_pretrained(path)
-
-
-def write_weights(model, path: Path, dtype: torch.dtype) -> None:
-    """The policy's weights in this precision, in files of about SHARD bytes; by the first process.
-    Of a sharded policy all processes have to ask for all tensors."""
-    shard, number = {}, itertools.count(1)
-    for name, weight in policy_weights(model):
-        if processes.rank():
-            continue
-        shard[name] = weight.to("cpu", dtype).contiguous()
-        if sum(tensor.nbytes for tensor in shard.values()) > SHARD:
-            save_file(shard, path / f"model-{next(number):05}.safetensors")
-            shard = {}
-    if shard:
-        save_file(shard, path / f"model-{next(number):05}.safetensors")
