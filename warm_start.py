@@ -15,32 +15,32 @@ docs/worlds.md has the commands that made the tiny models.
     python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm --learning-rate 1e-5
 """
 
+import asyncio
+import inspect
 import random
 import sys
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from runtime.chat import Chat
-from runtime.data import flat_tensors, micro_batches
-from runtime.distributed.processes import gather, my_tasks
-from runtime.engines import HfEngine
-from runtime.flags import Flat, check_files, check_writable, parse, refuse
-from runtime.models import ModelError, read_causal_model, read_tokenizer
+from runtime.checks import check_files, check_writable
+from runtime.data import Seen, Step, Trajectory, flatten, joined, micro_batches
+from runtime.engines import SamplingParams
+from runtime.engines.transformers import TransformersEngine
+from runtime.flags import Flat, parse, refuse
+from runtime.models import ModelError, read_causal_model, read_seeing_model, read_tokenizer
 from runtime.networks import Network, action_logprobs
-from runtime.ranges import Count, Natural, Positive, Rate, Seed, Share, Unit, ZeroOrMore, whole
-from runtime.rounds import Player, faulty_step, known, leaving_out, rounds
+from runtime.rollout import Stage, rollout
 from runtime.view.report import describe
-from runtime.vision.pictures import PictureProcessor, pictures_of, read_seeing_model, shows_pictures
+from runtime.vision.pictures import PictureProcessor, shows_pictures
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils import clip_grad_norm_
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
 
@@ -87,9 +87,9 @@ PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 class RunArgs:
     """What the machine bears; no result changes."""
 
-    micro_batch_tokens: Count = 8192  # A forward and backward pass has at most so many tokens.
-    engine_memory: Count = 2  # The cache of keys and values takes so many GiB on a CPU.
-    engine_gpu_share: Share = 0.4  # It takes this share of the memory of a GPU.
+    micro_batch_tokens: int = 8192  # A forward and backward pass has at most so many tokens.
+    engine_memory: int = 2  # The cache of keys and values takes so many GiB on a CPU.
+    engine_gpu_share: float = 0.4  # It takes this share of the memory of a GPU.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Matrix products have this precision.
 
 
@@ -102,141 +102,100 @@ class Args:
     model: str = ""
     """The policy starts from this directory or name on the hub; empty: from nothing."""
     out: str = "models/new"  # The policy is kept in this directory.
-    target: Unit = 0.3  # Training stops at this success on held-out tasks.
-    min_updates: Natural = 200
+    target: float = 0.3  # Training stops at this success on held-out tasks.
+    min_updates: int = 200
     """The first look comes after so many updates: a clone has to know moves, not just the form."""
-    max_updates: Count = 4000  # Training gives up after so many updates.
-    demonstrations: Count = 5000  # The expert plays so many episodes.
-    noise: Unit = 0.85  # An action of a demonstration is random with this probability.
-    observation_share: Unit = 0.0
+    max_updates: int = 4000  # Training gives up after so many updates.
+    demonstrations: int = 5000  # The expert plays so many episodes.
+    noise: float = 0.85  # An action of a demonstration is random with this probability.
+    observation_share: float = 0.0
     """This share of the environment's tokens are targets too: repeated pages teach to copy."""
-    batch_size: Count = 64  # An update sees so many episodes.
-    learning_rate: Rate = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.
+    batch_size: int = 64  # An update sees so many episodes.
+    learning_rate: float = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.
     decay: bool = False  # The rate falls linearly to 0 at --max-updates; else it is constant.
-    eval_every: Count = 20  # The held-out tasks are played after every so many updates.
-    eval_temperature: ZeroOrMore = 0.4  # Evaluation samples at this temperature.
-    vocabulary: whole(259, 1_000_000) = 640
+    eval_every: int = 20  # The held-out tasks are played after every so many updates.
+    eval_temperature: float = 0.4  # Evaluation samples at this temperature.
+    vocabulary: int = 640
     """A new tokenizer has so many tokens; 256 bytes and three marks are always there."""
-    hidden: whole(1, 16_384) = 64  # A new model has this width.
-    layers: whole(1, 256) = 3  # A new model has so many layers.
-    heads: whole(1, 16_384) = 2  # A new model has so many query heads, 32 wide.
-    kv_heads: whole(1, 16_384) = 1  # A new model has so many key and value heads.
-    rotary_base: Positive = 1000.0
+    hidden: int = 64  # A new model has this width.
+    layers: int = 3  # A new model has so many layers.
+    heads: int = 2  # A new model has so many query heads, 32 wide.
+    kv_heads: int = 1  # A new model has so many key and value heads.
+    rotary_base: float = 1000.0
     """A new model's rotary positions have this base: short for short sequences, 10 for pictures."""
     copying_heads: bool = False
     """A new model's heads start by copying the tokens they attend to: it learns to copy faster."""
-    max_steps: Count = 15  # An episode ends after so many steps.
-    max_action_tokens: Count = 16  # An answer is cut after so many tokens.
-    max_context_tokens: Count = 1024
+    max_steps: int = 15  # An episode ends after so many steps.
+    max_action_tokens: int = 16  # An answer is cut after so many tokens.
+    max_context_tokens: int = 1024
     """An episode of more tokens is truncated; a new model has so many positions."""
-    history: Natural = 0  # Past turns that a step sees in evaluations; 0, and demonstrations: all.
-    temperature: Positive = 1.0  # Log-probabilities are taken at this temperature.
-    seed: Seed = 1  # Demonstrations, initialisation and order are drawn from this seed.
+    history: int = 0  # Past turns that a step sees in evaluations; 0, and demonstrations: all.
+    temperature: float = 1.0  # Log-probabilities are taken at this temperature.
+    seed: int = 1  # Demonstrations, initialisation and order are drawn from this seed.
 
 
-# === block: data ===
-@dataclass
-class Step:
-    observation: str  # the environment's words before the action
-    action: str  # the whole response
-    valid: bool
-    game_reward: float = 0.0  # what the game itself pays for this step: for the log alone
-    progress: float = 0.0  # by how much the goal came nearer, if the world knows: for the log alone
-    anchor: Hashable = None  # the state after the action, so the next step's: for GiGPO
-    engine_logprobs: list[float] = field(default_factory=list)  # one per sampled token
+async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
+    """One episode of any world, also of one that has to be awaited."""
+    episode = env.reset(task)
+    seen = await episode.opening() if args.environment == "sotopia" else episode.prompt
+    turns = [chat.prompt(seen)]
+    t = Trajectory(task)
+
+    for _ in range(args.max_steps):
+        context = joined([turns[0], *turns[1:][-args.history :]])  # [-0:] is all of them
+        if len(context) + args.max_action_tokens > args.max_context_tokens:
+            t.truncated = True
+            break
+        action, logprobs = await engine.sample(context, sampling)
+        text = chat.response(action)
+        observation, reward, done, info = await awaited(episode.step(text))
+
+        t.append(context, action)
+        t.steps.append(Step(seen, text, logprobs, **info))
+        t.outcome += reward
+        if done:
+            break
+        turns.append(joined([action, chat.observation(observation, action)]))
+        seen = observation
+    return t
 
 
-@dataclass
-class Trajectory:
-    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again."""
-
-    task: int  # trajectories of one task form a group
-    token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...
-    step_ids: list[int] = field(default_factory=list)  # [T] the step of an action's token; else -1
-    outcome: float = 0.0  # r_o
-    steps: list[Step] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])  # of its sequences, see --history
-    success: bool = False
-    score: float = 0.0
-    truncated: bool = False  # ended by --max-context-tokens
-    pictures: list = field(default_factory=list)  # (place of its first token, PNG), if any
+async def awaited(result):
+    """A step's result, of a world that has to be awaited or not."""
+    return await result if inspect.isawaitable(result) else result
 
 
-class Batch(NamedTuple):
-    """Trajectories as flat tensors: N trajectories, S steps, K action tokens."""
-
-    sequences: list  # what the forward passes read: runtime.data.Sequence
-    outcomes: torch.Tensor  # [N]
-    group: torch.Tensor  # [N] the group of a trajectory
-    step_traj: torch.Tensor  # [S] the trajectory of a step
-    token_step: torch.Tensor  # [K] the step of an action token
-    invalid: torch.Tensor  # [S] the answer had no valid action
-    engine_logprobs: torch.Tensor  # [K]
-    progress: torch.Tensor  # [S] a ground truth that no algorithm sees
+Demonstration = tuple[Seen, list[tuple[str, Seen]]]  # (prompt, [(answer, observation), ...])
 
 
-def flatten(trajectories: list[Trajectory]) -> Batch:
-    """Number groups, trajectories, steps and action tokens through the batch, in their order."""
-    return Batch(**flat_tensors(trajectories))
-
-
-def sum_per_step(values: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Sums [S] over the action tokens of each step, of values [K]."""
-    sums = values.new_zeros(len(batch.step_traj))
-    return sums.index_add(0, batch.token_step, values)
-    # === end block ===
-
-
-# === block: rollout ===
-def rollout(env, engine, chat, tasks, args, temperature: float, label: str) -> list[Trajectory]:
-    """A trajectory for each entry of tasks, side by side: in a round all who still play answer."""
-    players = []
-    for task in my_tasks(tasks):  # the whole groups that this process plays
-        with leaving_out(task):  # where the world raises, this episode is left out
-            players.append(Player(env.reset(task), Trajectory(task), chat))
-
-    for playing, contexts in rounds(players, args, label):  # until nobody plays; o_1:t as tokens
-        answers = engine.generate(contexts, temperature)
-        for p, context, (action, logprobs) in zip(playing, contexts, answers):
-            text = chat.response(action)
-            try:
-                observation, reward, p.done, info = p.episode.step(text)
-            except Exception as error:  # the world failed: the episode ends on an invalid step
-                observation, reward, p.done, info = faulty_step(p, error)
-
-            p.append_tokens(context, action, args.history)
-            p.trajectory.steps.append(Step(p.observation, text, **known(info, logprobs)))
-            p.trajectory.outcome += reward
-            p.trajectory.success, p.trajectory.score = info["success"], info["score"]
-            p.hear(action, observation)
-
-    return gather([p.trajectory for p in players])
-    # === end block ===
-
-
-class Shown(NamedTuple):
-    """What a world shows: words, and the PNG beside them if there is one."""
-
-    words: str
-    picture: bytes | None
-
-
-def demonstrate(env, expert, args) -> list[tuple[Shown, list[tuple[str, Shown]]]]:
-    """[(prompt, [(answer, observation), ...])], an episode of the noisy expert each."""
-    rng, demonstrations = random.Random(args.seed), []
+def demonstrate(env, expert, args) -> list[Demonstration]:
+    """An episode of the noisy expert for each of --demonstrations."""
+    rng = random.Random(args.seed)
     tasks = env.train_tasks[:-HELD_OUT]
-    for number in tqdm(range(args.demonstrations), "demonstrations", disable=None):
-        episode = env.reset(tasks[number % len(tasks)])
-        prompt, turns = shown(episode.prompt, episode), []
-        for answer in expert(episode, args.noise, rng):
-            observation = episode.step(answer)[0]
-            turns.append((answer, shown(observation, episode)))
-        demonstrations.append((prompt, turns))
-    return demonstrations
+    with asyncio.Runner() as runner:
+        return [
+            runner.run(demonstration(env, expert, tasks[number % len(tasks)], args.noise, rng))
+            for number in tqdm(range(args.demonstrations), "demonstrations", disable=None)
+        ]
 
 
-def shown(words: str, episode) -> Shown:
-    return Shown(words, getattr(episode, "picture", None))
+async def demonstration(env, expert, task: int, noise: float, rng) -> Demonstration:
+    """An episode of the expert, who takes a random action with probability noise."""
+    episode = env.reset(task)
+    if hasattr(episode, "opening"):
+        await episode.opening()
+    prompt, turns = shown(episode.prompt, episode), []
+    for answer in expert(episode, noise, rng):
+        observation, *_ = await awaited(episode.step(answer))
+        turns.append((answer, shown(observation, episode)))
+    return prompt, turns
+
+
+def shown(words: str, episode) -> Seen:
+    """What a world shows: words, and the PNG beside them if there is one."""
+    seen = Seen(words)
+    seen.picture = getattr(episode, "picture", None)
+    return seen
 
 
 def new_tokenizer(demonstrations: list, units: str, vocabulary: int, seeing: bool):
@@ -253,7 +212,7 @@ def new_tokenizer(demonstrations: list, units: str, vocabulary: int, seeing: boo
     texts = [
         text
         for prompt, turns in demonstrations
-        for text in (prompt.words, *(t for answer, seen in turns for t in (answer, seen.words)))
+        for text in (prompt, *(t for answer, seen in turns for t in (answer, seen)))
     ]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(PICTURE if seeing else [])]
     trainer = trainers.BpeTrainer(
@@ -377,22 +336,17 @@ def look_at_neighbours(attention, distance: int):
         bias[1, head, width // 2 :] = -strength * angles.sin()
 
 
-def lay_out(chat: Chat, demonstration) -> Trajectory:
+def lay_out(chat: Chat, demonstration: Demonstration) -> Trajectory:
     """A demonstration as the tokens that a rollout with these answers would have."""
     prompt, turns = demonstration
-    first = chat.prompt(prompt.words, prompt.picture)
-    t = Trajectory(0, list(first), [-1] * len(first), pictures=pictures_of(first))
-    for number, (answer, observation) in enumerate(turns):
+    context = chat.prompt(prompt)
+    t = Trajectory(0)
+    for answer, observation in turns:
         ids = chat.tokenizer.encode(answer, add_special_tokens=False)
         action = [*ids, chat.tokenizer.eos_token_id]
-        words = []
-        if number + 1 < len(turns):
-            words = chat.observation(observation.words, action, observation.picture)
-        begin = len(t.token_ids) + len(action)
-        t.pictures += [(begin + place, png) for place, png in pictures_of(words)]
-        t.token_ids += action + words
-        t.step_ids += [number] * len(action) + [-1] * len(words)
-        t.steps.append(Step("", answer, True))
+        t.append(context, action)
+        t.steps.append(Step("", answer, []))
+        context = joined([context, action, chat.observation(observation, action)])
     return t
 
 
@@ -400,9 +354,10 @@ def cloning_loss(policy: Network, micro, args) -> torch.Tensor:
     """Sum of -log pi over the tokens of the answers, and over a random share of the
     environment's."""
     if args.observation_share:
-        rows = [torch.rand(n) < args.observation_share for n in micro.lengths.tolist()]
-        drawn = pad_sequence(rows, batch_first=True)  # [B, T]
-        micro = micro._replace(steps=torch.where((micro.steps >= 0) | drawn, 0, -1))
+        places = torch.arange(micro.ids.shape[1])  # [T]
+        last = (places * micro.is_action).amax(1, keepdim=True)  # [B, 1] an episode ends with one
+        drawn = (torch.rand(micro.ids.shape) < args.observation_share) & (places < last)
+        micro = micro._replace(is_action=micro.is_action | drawn)
     return -action_logprobs(policy, micro, args).sum()
 
 
@@ -410,7 +365,7 @@ def update(policy: Network, trajectories: list[Trajectory], args) -> float:
     """One optimiser step on these demonstrations: the mean loss of an answer's token before it."""
     batch, loss = flatten(trajectories), 0.0
     policy.optimizer.zero_grad()
-    for micro in micro_batches(policy, batch, args):
+    for micro in micro_batches(batch, args):
         part = cloning_loss(policy, micro, args) / len(batch.token_step)
         part.backward()
         loss += part.item()
@@ -446,16 +401,21 @@ def main():
         tokenizer = new_tokenizer(demonstrations, UNITS[args.environment], args.vocabulary, seeing)
         model = new_seeing_model(tokenizer, args) if seeing else new_model(tokenizer, args)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    optimizer = AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    policy = Network("policy", model, optimizer, args.run_args.dtype)
+    policy = Network("policy", model)
+    policy.optimizer = AdamW(policy.trained, lr=args.learning_rate, weight_decay=0.0)
     processor = getattr(model, "picture_processor", None)
     chat = Chat(tokenizer, [tokenizer.eos_token_id], processor)
-    engine = HfEngine("", chat.stop_ids, args)
+    engine = TransformersEngine("", chat.stop_ids, args)
+    stage = Stage(engine, chat, args)
+    sampling = SamplingParams(
+        temperature=args.eval_temperature,
+        max_tokens=args.max_action_tokens,
+        stop_token_ids=chat.stop_ids,
+    )
 
-    def evaluate(tasks: list[int], label: str) -> dict:
+    def evaluate(tasks: list[int]) -> dict:
         engine.load(model)
-        played = rollout(env, engine, chat, tasks, args, args.eval_temperature, label)
-        return describe(played, "eval", env)
+        return describe(rollout(stage, play, env, tasks, sampling), "eval", env)
 
     trajectories = [lay_out(chat, demonstration) for demonstration in demonstrations]
     trajectories = [t for t in trajectories if len(t.token_ids) <= args.max_context_tokens]
@@ -472,13 +432,13 @@ def main():
         rate = args.learning_rate * min(1.0, number / 20)
         if args.decay:
             rate *= 1 - (number - 1) / args.max_updates
-        optimizer.param_groups[0]["lr"] = rate
+        policy.optimizer.param_groups[0]["lr"] = rate
         loss = update(policy, [trajectories[i] for i in chosen], args)
 
         due = number >= args.min_updates and number % args.eval_every == 0
         if due or number == args.max_updates:
             torch.manual_seed(args.seed + number)
-            row = evaluate(held_out, "held out")
+            row = evaluate(held_out)
             success, score = row["eval/success"], row["eval/score"]
             seen = f"loss {loss:.3f}  success {success:.3f}  score {score:.3f}"
             tqdm.write(f"{number:5} updates  {time.time() - begin:5.0f} s  {seen}")
@@ -489,7 +449,7 @@ def main():
     tokenizer.save_pretrained(args.out)
     if seeing:
         processor.processor.save_pretrained(args.out)
-    row = evaluate([task for task in env.eval_tasks[:PANEL] for _ in range(2)], "evaluation")
+    row = evaluate([task for task in env.eval_tasks[:PANEL] for _ in range(2)])
     reached = f"{row['eval/success']:.3f} +- {row['eval/success_error']:.3f}"
     print(f"{args.out}: success {reached} on the evaluation panel")
     if success < args.target:

@@ -16,6 +16,15 @@ from tqdm import tqdm
 FAILED_SHARE = 0.2  # of a rollout's episodes; if more worlds raise, the run ends
 
 
+class Stage:
+    """What episodes are played with; a Run is one too."""
+
+    def __init__(self, engine, chat, args):
+        self.engine, self.chat, self.args = engine, chat, args
+        self.loop = asyncio.new_event_loop()
+        self.faults = 0  # episodes whose world raised
+
+
 def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
     plays its share of them. All processes get all trajectories, in the order of tasks.

@@ -21,44 +21,56 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-TRAINER = ("data", "rollout", "policy")
-CONVERSATION = ("data", "conversation rollout", "policy")
+TOKEN = ("rollout", "token policy")  # a ratio per token, as the baselines' papers have it
+TALK = ("conversation", "token policy")
+ISTAR = ("advantages", "policy", "prm")
+PAPER = ("advantages", "policy", "paper prm")
 SCRIPTS = {
-    "dpo_webshop.py": ("data", "rollout"),
-    "gigpo_sokoban.py": TRAINER,
-    "gigpo_visual_sokoban.py": TRAINER,
-    "gigpo_webshop.py": TRAINER,
-    "graphgpo_sokoban.py": TRAINER,
-    "graphgpo_webshop.py": TRAINER,
-    "grpo_sokoban.py": TRAINER,
-    "grpo_sotopia.py": CONVERSATION,
-    "grpo_visual_sokoban.py": TRAINER,
-    "grpo_webshop.py": TRAINER,
-    "istar_sokoban.py": (*TRAINER, "prm", "estimators"),
-    "istar_sotopia.py": (*CONVERSATION, "prm", "estimators"),
-    "istar_visual_sokoban.py": (*TRAINER, "prm", "estimators"),
-    "istar_webshop.py": (*TRAINER, "prm", "estimators"),
-    "istar_webshop_ablations.py": (*TRAINER, "prm"),
-    "ppo_webshop.py": TRAINER,
-    "prime_webshop.py": TRAINER,
-    "reinforce_pp_sokoban.py": TRAINER,
-    "reinforce_pp_sotopia.py": CONVERSATION,
-    "reinforce_pp_visual_sokoban.py": TRAINER,
-    "reinforce_pp_webshop.py": TRAINER,
-    "rloo_sokoban.py": TRAINER,
-    "rloo_sotopia.py": CONVERSATION,
-    "rloo_visual_sokoban.py": TRAINER,
-    "rloo_webshop.py": TRAINER,
-    "warm_start.py": ("data", "rollout"),
+    "dpo_webshop.py": ("rollout",),
+    "gigpo_sokoban.py": TOKEN,
+    "gigpo_visual_sokoban.py": TOKEN,
+    "gigpo_webshop.py": TOKEN,
+    "graphgpo_sokoban.py": TOKEN,
+    "graphgpo_webshop.py": TOKEN,
+    "grpo_sokoban.py": TOKEN,
+    "grpo_sotopia.py": TALK,
+    "grpo_visual_sokoban.py": TOKEN,
+    "grpo_webshop.py": TOKEN,
+    "istar_paper_sokoban.py": ("rollout", *PAPER),
+    "istar_paper_sotopia.py": ("conversation", "advantages", "policy"),
+    "istar_paper_visual_sokoban.py": ("rollout", *PAPER),
+    "istar_paper_webshop.py": ("rollout", *PAPER),
+    "istar_sokoban.py": ("rollout", *ISTAR),
+    "istar_sotopia.py": ("conversation", *ISTAR),
+    "istar_visual_sokoban.py": ("rollout", *ISTAR),
+    "istar_webshop.py": ("rollout", *ISTAR),
+    "istar_webshop_ablations.py": ("rollout",),
+    "ppo_webshop.py": TOKEN,
+    "prime_webshop.py": TOKEN,
+    "reinforce_pp_sokoban.py": TOKEN,
+    "reinforce_pp_sotopia.py": TALK,
+    "reinforce_pp_visual_sokoban.py": TOKEN,
+    "reinforce_pp_webshop.py": TOKEN,
+    "rloo_sokoban.py": TOKEN,
+    "rloo_sotopia.py": TALK,
+    "rloo_visual_sokoban.py": TOKEN,
+    "rloo_webshop.py": TOKEN,
+    "warm_start.py": (),
 }
 KNOWN = {block for blocks in SCRIPTS.values() for block in blocks}
-# Functions and classes of one name that differ on purpose; main may differ by the world's class
-# alone, rollout is compared as a block, and the ablations have another episode advantage.
-OWN = ("Args", "main", "rollout", "episode_advantages")
-MAX_LINES, MAX_BLOCKS = 500, 8
+# Functions of one name that differ on purpose: a ratio is of a step or of a token, a PRM learns in
+# more than one way. main differs by the world alone, SOTOPIA's by both sides of a conversation too.
+OWN = """Args RunArgs main play policy_loss policy_update engine_weights step_advantages lora
+preference_pairs margins prm_update draw""".split()
+MAX_LINES, MAX_BLOCKS = 500, 6
 START = re.compile(r"\s*# === block: (.+) ===\n")
 END = re.compile(r"\s*# === end block ===\n?")
 WORLD = re.compile(r"\b\w+\.from_args\(args\)")
+SIDES = (  # of a conversation, in main
+    (r"    panel = run\.eval_env\.sides_of\(run\.eval_tasks\).*\n", ""),
+    (r"env\.sides_of\((sorted\(.+?\))\)\n", r"\1\n"),
+    (r"run\.eval_env, panel, evaluation", "run.eval_env, run.eval_tasks, evaluation"),
+)
 
 
 class Script(NamedTuple):
@@ -195,6 +207,8 @@ def differences_of_main(all_scripts: list[Script]) -> list[str]:
     for holders in algorithms.values():
         texts = [script.text(script.definitions["main"]) for script in holders]
         texts = [WORLD.sub("World.from_args(args)", text) for text in texts]
+        for side, one in SIDES:
+            texts = [re.sub(side, one, text) for text in texts]
         usual = usual_of(texts)
         for script, text in zip(holders, texts):
             if text != texts[usual]:

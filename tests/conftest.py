@@ -43,14 +43,14 @@ def scripts_with(*names: str) -> list[str]:
     tomorrow included."""
     texts = {path.stem: path.read_text() for path in blocks.scripts(ROOT)}
     defines = {
-        script: set(re.findall(r"^(?:def|class) (\w+)", text, re.MULTILINE))
+        script: set(re.findall(r"^(?:async def|def|class) (\w+)", text, re.MULTILINE))
         for script, text in texts.items()
     }
     return [script for script in texts if defines[script] >= set(names)]
 
 
 def distinct(scripts: list[str]) -> list[str]:
-    """The first of each set of scripts that differ in their imports, flags, rollout and main alone:
+    """The first of each set of scripts that differ in their imports, flags, play and main alone:
     what tests/blocks.py keeps equal byte for byte is tested once."""
     first = {}
     for script in scripts:
@@ -58,13 +58,13 @@ def distinct(scripts: list[str]) -> list[str]:
         own = []
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
-                if getattr(node, "name", "") not in ("Args", "main", "rollout"):
+                if getattr(node, "name", "") not in ("Args", "main"):
                     own.append(ast.get_source_segment(text, node))
         first.setdefault(tuple(own), script)
     return [*first.values()]
 
 
-TRAINERS = [script for script in scripts_with("flatten", "main") if script != "warm_start"]
+TRAINERS = [script for script in scripts_with("play", "main") if script != "warm_start"]
 # evaluation tasks of an environment
 PANEL = {"visual_sokoban": 128, "sokoban": 128, "webshop": 500, "sotopia": 128}
 
@@ -161,17 +161,20 @@ def random_model(seed: int = 0, layers: int = 2):
     return Qwen3ForCausalLM(config).eval()
 
 
-def network(model, optimizer=None, name: str = "policy", dtype: str = "float32"):
+def network(model, optimizer=None, name: str = "policy"):
     """The model as a Network; without an optimizer nothing moves what trains now."""
-    from runtime.networks import Network, trainable
+    from runtime.networks import Network
 
-    trained = [{"params": trainable(model) if model else []}]
-    return Network(name, model, optimizer or SimpleNamespace(param_groups=trained), dtype)
+    made = Network(name, model)
+    made.optimizer = optimizer
+    return made
 
 
-def random_trajectories(module, seed=0, groups=3, size=4, history=False, longest=5):
+def random_trajectories(seed=0, groups=3, size=4, history=False, longest=5):
     """Trajectories of unequal lengths with 0/1 outcomes; history: every step is a sequence of its
     own."""
+    from runtime.data import Step, Trajectory
+
     rng, trajectories = random.Random(seed), []
     for group in range(groups):
         for member in range(size):
@@ -182,11 +185,9 @@ def random_trajectories(module, seed=0, groups=3, size=4, history=False, longest
                 words, action = rng.randint(2, 9), rng.randint(1, 4)
                 ids += [rng.randrange(VOCABULARY) for _ in range(words + action)]
                 step_ids += [-1] * words + [step] * action
-                steps.append(module.Step("", "", True, engine_logprobs=[0.0] * action))
+                steps.append(Step("", "", [0.0] * action))
             outcome = float(member % 2) if group else float(member > 0)
-            trajectories.append(
-                module.Trajectory(10 + group, ids, step_ids, outcome, steps, starts)
-            )
+            trajectories.append(Trajectory(10 + group, ids, step_ids, outcome, steps, starts))
     return trajectories
 
 
@@ -206,7 +207,7 @@ def settings(**changes) -> SimpleNamespace:
     """The arguments that the functions of the scripts look at; those of the run are in run_args."""
     run_args = {name: changes.pop(name, value) for name, value in RUN_ARGS.items()}
     defaults = dict(temperature=1.0, max_grad_norm=1e9, minibatches=1, clip=0.2, ratio="step")
-    defaults |= dict(beta=0.05, equal_length_pairs=True, prm_reduce="sum", prm_ridge=0.0)
+    defaults |= dict(beta=0.05, prm_ridge=0.0, pair_margin=0.0, engine_cap=2.0, as_published=())
     defaults |= dict(max_action_tokens=8, max_context_tokens=1024, history=0, seed=1)
     return SimpleNamespace(run_args=SimpleNamespace(**run_args), **defaults | changes)
 
@@ -232,9 +233,6 @@ def run_main(script: str, *flags, cwd, check: bool = True) -> subprocess.Complet
     """What run_script does, in this process: main() of the script, without the seconds in which a
     process of its own imports torch and transformers. What it says is captured, and what ends it
     is told as Python would; errors that nobody foresaw pass."""
-    from runtime.rounds import faults
-
-    faults.clear()  # of a run that was stopped before it told them
     command = [str(ROOT / f"{script}.py"), *map(str, flags)]
     said, warned, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
