@@ -258,12 +258,14 @@ def game_file(recording: dict, **changes) -> str:
 
 @pytest.fixture
 def released(tmp_path):
-    """A directory as the release has it: 20 games to train, 5 seen, 5 unseen."""
-    for number, recording in enumerate(GOLDEN):
+    """A directory as the release has it: 20 games to train and another trial of 3 of them, 5 seen,
+    5 unseen."""
+    for number, recording in [*enumerate(GOLDEN), *enumerate(GOLDEN[:3])]:
         split = "train" if number < 20 else ("valid_seen", "valid_unseen")[number % 2]
-        name = f"json_2.1.1/{split}/{recording['game']}/trial_{number}"
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "game.tw-pddl").write_text(game_file(recording))
+        task = tmp_path / f"json_2.1.1/{split}/{recording['game']}"
+        name = task / f"trial_{len(list(task.glob('*')))}"
+        name.mkdir(parents=True)
+        (name / "game.tw-pddl").write_text(game_file(recording))
     for name in ("pick_and_place_with_movable_recep-Mug", "pick_and_place_simple-AppleSliced"):
         path = tmp_path / f"json_2.1.1/train/{name}/trial"
         path.mkdir(parents=True)
@@ -271,13 +273,15 @@ def released(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("split, sizes", [("valid_seen", (5, 4, 16)), ("train", (4, 4, 12))])
+@pytest.mark.parametrize("split, sizes", [("valid_seen", (5, 4, 19)), ("train", (4, 4, 15))])
 def test_released_games_are_played(released, split, sizes):
     env = AlfWorld(str(released), split)
     sets = env.eval_tasks, env.validation_tasks, env.train_tasks
     assert tuple(map(len, sets)) == sizes and env.data == str(released)
     files = [{env.files[task] for task in tasks} for tasks in sets]
-    assert sum(map(len, files)) == len(set.union(*files)) == sum(sizes)
+    assert sum(map(len, files)) == len(set.union(*files)) == sum(sizes) == len(env.files)
+    trained = {path.parent.parent for path in files[2]}  # all trials of a task are in one set
+    assert not trained & {path.parent.parent for path in files[0] | files[1]}
     if split != "train":
         assert all(split in str(path) for path in files[0])
 

@@ -1,4 +1,4 @@
-"""ALFWorld: the world (world.py), its engine (game.py, pddl.py), its own houses (houses.py), the
+"""ALFWorld: the world (world.py), its engine (game.py, pddl.py), generated houses (houses.py), the
 released games (released.py), what is read of the package (package.py), shortest ways (plan.py)."""
 
 from envs.alfworld.game import Game, Play

@@ -1,6 +1,6 @@
 """ALFWorld (Shridhar et al., arXiv 2010.03768) as a world: households in text, six types of tasks.
 
-    env = AlfWorld()                          # houses of our own
+    env = AlfWorld()                          # generated houses
     env = AlfWorld("DIR")                     # the released games
     episode = env.reset(env.eval_tasks[0])    # the same task, the same house, on any machine
     text = "<think>look there</think><action>go to desk 1</action>"
@@ -50,21 +50,23 @@ class AlfWorldArgs:
     """The flags of this world."""
 
     alfworld_data: str = ""
-    """Directory of the released games; empty: houses of our own."""
+    """Directory of the released games; empty: generated houses."""
 
     alfworld_split: Literal["train", "valid_seen", "valid_unseen"] = "valid_seen"
-    """Which of the released games are the panel; of train, 140 that are not trained on."""
+    """Split of the released games that is the panel; train: 140 of its games, which are not trained
+    on."""
 
     show: Literal["new", "all", "none"] = "new"
-    """Which admissible commands an observation lists: those that are new since the player went
-    there, all of them but help, or none."""
+    """Admissible commands that an observation lists: those that are new since the agent went there,
+    all but help (as in published work), or none."""
 
     anchor: Literal["state", "text"] = "state"
-    """What steps are compared by: the true state, or the engine's last answer, as GiGPO has it."""
+    """State that groups steps in GiGPO and GraphGPO: the true state of the house, or the engine's
+    last answer (as published)."""
 
     inadmissible: Literal["invalid", "valid"] = "invalid"
-    """What a command is that changes nothing because it cannot be done now; published work counts
-    it as valid."""
+    """Whether a command that cannot be executed now is an invalid or a valid action (as published).
+    In both cases nothing happens."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def house(problem: str, sentence: str, walkthrough=()) -> House:
 class AlfWorld:
     """Household tasks by number: the panel, then validation, then training.
 
-    data: None are houses of our own, of which no room is in two of the three sets; a directory
-    holds the released games. The other arguments are the flags'. Raises DataError for data that
+    data: None generates houses, and no room is in two of the three sets; a directory holds the
+    released games. The other arguments are the flags. Raises DataError for data that
     cannot be used.
     """
 
@@ -124,7 +126,7 @@ class AlfWorld:
             sizes = [len(self.tasks) // 2, len(self.tasks) // 2, TRAIN_TASKS]
             for kind in TYPES:  # reads the floor plans now
                 houses.rooms_for(kind, "train")
-            source = "own houses"
+            source = "generated houses"
         first, second = sizes[0], sizes[0] + sizes[1]
         self.eval_tasks = range(first)
         self.validation_tasks = range(first, second)
@@ -150,7 +152,7 @@ class AlfWorld:
             sys.exit(f"{data}{error}")
 
     def make(self, task: int) -> House:
-        """The game of a task, in a house of our own."""
+        """The game of a task, in a generated house."""
         if task < len(self.tasks):
             wanted, seed = self.tasks[task], f"alfworld {task}"
         else:
@@ -200,20 +202,32 @@ def panel(split: str) -> list[houses.Task]:
 def split_files(data: str, split: str) -> list[list]:
     """The released games of the panel, of validation and of training; each panel game once.
 
-    Validation has games of the training split, which are not trained on then. The order is mixed,
-    so that the first of a panel are of all types."""
-    train = game_files(data, "train")
-    random.Random("alfworld train").shuffle(train)
-    held = max(1, min(HELD_OUT, len(train) // 5))
-    validation, train = train[:held], train[held:]
-    if split == "train":
-        tested, train = train[:held], train[held:]
-    else:
-        tested = game_files(data, split)
-        random.Random("alfworld panel").shuffle(tested)
-    if not train or not tested:
+    Validation takes games of the training split, and they are not trained on. The games of one task
+    (a directory has several trials) stay together. The order is random, so that the first games of
+    a panel are of all types.
+    """
+    groups = {}
+    for path in game_files(data, "train"):
+        groups.setdefault(path.parent.parent, []).append(path)
+    groups = list(groups.values())
+    random.Random("alfworld train").shuffle(groups)
+    most = max(1, min(HELD_OUT, sum(map(len, groups)) // 5))
+
+    validation = held_out(groups, most)
+    tested = held_out(groups, most) if split == "train" else game_files(data, split)
+    train = sum(groups, [])
+    if not (tested and validation and train):
         raise DataError("there are too few training games to hold some of them out")
+    random.Random("alfworld panel").shuffle(tested)
     return [tested, validation, train]
+
+
+def held_out(groups: list[list], number: int) -> list:
+    """So many games, or a few more, of whole groups, which are taken from the list."""
+    found = []
+    while groups and len(found) < number:
+        found += groups.pop()
+    return found
 
 
 class Episode:
