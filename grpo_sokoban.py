@@ -88,14 +88,14 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
 
 # === block: token policy ===
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
-    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
-    and its statistics, from [k] each."""
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), [k] each."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - log_ratio).mean()}
+    stats = {"loss": loss, "ratio": ratio.mean()}
+    stats["approx_kl"] = (ratio - 1 - log_ratio).mean()
     stats["clip_fraction"] = (ratio != clipped).float().mean()
     return loss, {name: value.item() for name, value in stats.items()}
 

@@ -144,7 +144,7 @@ def episode_advantages(batch, estimator: str) -> torch.Tensor:
     return advantages[batch.step_traj]
 
 
-def step_advantages(rewards: torch.Tensor, step_group: torch.Tensor) -> torch.Tensor:
+def step_advantages(rewards, step_group) -> torch.Tensor:
     """A^S = (r_phi - mean) / std over the steps of each group, [S] from [S] and [S]."""
     return grpo_advantages(rewards, step_group)
     # === end block ===
@@ -152,14 +152,14 @@ def step_advantages(rewards: torch.Tensor, step_group: torch.Tensor) -> torch.Te
 
 # === block: policy ===
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
-    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
-    and its statistics, from [s] each."""
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), [s] each."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - log_ratio).mean()}
+    stats = {"loss": loss, "ratio": ratio.mean()}
+    stats["approx_kl"] = (ratio - 1 - log_ratio).mean()
     stats["clip_fraction"] = (ratio != clipped).float().mean()
     return loss, {name: value.item() for name, value in stats.items()}
 
@@ -264,9 +264,10 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
     """What is logged of the credit, from A^E, the weighted A^S and the world's own progress of the
     credited steps: the mean |A^S| over the mean |A^E|, and Pearson's correlation with progress,
-    which no algorithm sees. NaN, null in the log, where nothing varies."""
+    which no algorithm sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
-    correlation = torch.corrcoef(torch.stack([step_adv, progress]))[0, 1]
+    centred = step_adv - step_adv.mean(), progress - progress.mean()
+    correlation = torch.cosine_similarity(*centred, dim=0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
     # === end block ===
 

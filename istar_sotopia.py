@@ -12,10 +12,9 @@ answer; pi_old: the policy that played this iteration's episodes; pi_theta: the 
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
-pi_phi is the policy plus a LoRA adapter, so r_phi is what the adapter has learnt, wherever the
-policy moves. Also ours: the skill, the replay, the ridge, A^S for valid answers of groups that have
-a pair, and pairs that compare their first min(T+, T-) steps. istar_paper_sotopia.py is the
-algorithm as published, with none of these; istar_webshop_ablations.py has the ways between.
+pi_phi is the policy plus a LoRA adapter, so r_phi is what the adapter has learnt. Also ours: the
+skill, the replay, the ridge, A^S only for valid answers of groups with a pair, and pairs compared
+over their first min(T+, T-) steps. istar_paper_sotopia.py has none of these.
 
     python istar_sotopia.py                         # own scenarios, judged by rule: 6 minutes
     python istar_sotopia.py --sotopia-data DIR --partner self --judge-url https://HOST/v1 \\
@@ -77,8 +76,7 @@ class Args:
 
 # === block: conversation ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One side of a conversation. All run side by side: while this one awaits the engine, the other
-    side or the judge, others go on."""
+    """One side of a conversation. All run side by side: while this one waits, others go on."""
     episode = env.reset(task)
     seen = await episode.opening()
     turns = [chat.prompt(seen)]
@@ -102,8 +100,10 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
         seen = observation
 
     if t.truncated and t.steps:  # the conversation ends here, and is judged as it stands
-        reward, t.steps[-1].success, t.steps[-1].score = await episode.leave()
+        reward, success, score = await episode.leave()
         t.outcome += reward
+        t.steps[-1].success = success
+        t.steps[-1].score = score
     return t
     # === end block ===
 
@@ -151,7 +151,7 @@ def episode_advantages(batch, estimator: str) -> torch.Tensor:
     return advantages[batch.step_traj]
 
 
-def step_advantages(rewards: torch.Tensor, step_group: torch.Tensor) -> torch.Tensor:
+def step_advantages(rewards, step_group) -> torch.Tensor:
     """A^S = (r_phi - mean) / std over the steps of each group, [S] from [S] and [S]."""
     return grpo_advantages(rewards, step_group)
     # === end block ===
@@ -159,14 +159,14 @@ def step_advantages(rewards: torch.Tensor, step_group: torch.Tensor) -> torch.Te
 
 # === block: policy ===
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
-    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
-    and its statistics, from [s] each."""
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), [s] each."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - log_ratio).mean()}
+    stats = {"loss": loss, "ratio": ratio.mean()}
+    stats["approx_kl"] = (ratio - 1 - log_ratio).mean()
     stats["clip_fraction"] = (ratio != clipped).float().mean()
     return loss, {name: value.item() for name, value in stats.items()}
 
@@ -250,9 +250,8 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
     """One optimiser step of trajectory DPO over all pairs of these episodes; what it learnt from.
 
-    The first pass gives the rewards, and by how much the loss changes with each. The second adds up
-    the log-probabilities' gradients with these weights, micro-batch by micro-batch: together the
-    gradient of the loss, in the memory of one micro-batch."""
+    The first pass gives the rewards and the slope of the loss by each. The second adds up slope x
+    gradient of the log-probability: the loss's gradient, in the memory of one micro-batch."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
     old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
@@ -270,7 +269,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
     return {"loss": loss.item(), "margin": margin.mean().item(), "grad_norm": grad_norm}
 
 
-def draw(replay: list[list[Trajectory]], args) -> list[list[Trajectory]]:
+def draw(replay: list, args) -> list[list[Trajectory]]:
     """Episodes for each of --prm-steps steps: the best and the worst of groups of the replay, half
     as many episodes in all as an iteration has."""
     number = args.tasks_per_iteration * args.group_size // 4
@@ -294,9 +293,10 @@ def skill(accuracies: list[float], window: int = 5) -> float:
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
     """What is logged of the credit, from A^E, the weighted A^S and the world's own progress of the
     credited steps: the mean |A^S| over the mean |A^E|, and Pearson's correlation with progress,
-    which no algorithm sees. NaN, null in the log, where nothing varies."""
+    which no algorithm sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
-    correlation = torch.corrcoef(torch.stack([step_adv, progress]))[0, 1]
+    centred = step_adv - step_adv.mean(), progress - progress.mean()
+    correlation = torch.cosine_similarity(*centred, dim=0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
     # === end block ===
 
@@ -358,8 +358,8 @@ def main():
             accuracies.append(right.mean().item())
             run.log("prm", {"pair_accuracy": accuracies[-1]})
 
-        winners = {episodes[winner].task for winner, _ in pairs}
-        replay += [[t for t in episodes if t.task == task] for task in sorted(winners)]
+        for task in sorted({episodes[winner].task for winner, _ in pairs}):
+            replay.append([t for t in episodes if t.task == task])
         del replay[: -args.prm_replay]
         learnt = [prm_update(prm, policy, part, args) for part in draw(replay, args)]
         run.log("prm", mean_of(learnt))

@@ -146,15 +146,14 @@ def per_ratio(values: torch.Tensor, micro, ratio: str) -> torch.Tensor:
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
-    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
-    and its statistics, from [s] each, or [k] each where every token has
-    a ratio."""
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), [s]."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - log_ratio).mean()}
+    stats = {"loss": loss, "ratio": ratio.mean()}
+    stats["approx_kl"] = (ratio - 1 - log_ratio).mean()
     stats["clip_fraction"] = (ratio != clipped).float().mean()
     return loss, {name: value.item() for name, value in stats.items()}
 
@@ -234,9 +233,8 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
     """One optimiser step of trajectory DPO over all pairs of these episodes; what it learnt from.
 
-    The first pass gives the rewards, and by how much the loss changes with each. The second adds up
-    the log-probabilities' gradients with these weights, micro-batch by micro-batch: together the
-    gradient of the loss, in the memory of one micro-batch."""
+    The first pass gives the rewards and the slope of the loss by each. The second adds up slope x
+    gradient of the log-probability: the loss's gradient, in the memory of one micro-batch."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group)
     old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
@@ -254,7 +252,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
     return {"loss": loss.item(), "margin": margin.mean().item(), "grad_norm": grad_norm}
 
 
-def draw(replay: list[list[Trajectory]], args) -> list[list[Trajectory]]:
+def draw(replay: list, args) -> list[list[Trajectory]]:
     """Episodes for each of --prm-steps steps: the best and the worst of groups of the replay, half
     as many episodes in all as an iteration has; without a replay all of the new groups."""
     if replay and args.prm_replay == 0:
@@ -280,9 +278,10 @@ def skill(accuracies: list[float], window: int = 5) -> float:
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
     """What is logged of the credit, from A^E, the weighted A^S and the world's own progress of the
     credited steps: the mean |A^S| over the mean |A^E|, and Pearson's correlation with progress,
-    which no algorithm sees. NaN, null in the log, where nothing varies."""
+    which no algorithm sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
-    correlation = torch.corrcoef(torch.stack([step_adv, progress]))[0, 1]
+    centred = step_adv - step_adv.mean(), progress - progress.mean()
+    correlation = torch.cosine_similarity(*centred, dim=0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
 
 

@@ -63,8 +63,7 @@ class Args:
 
 # === block: conversation ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One side of a conversation. All run side by side: while this one awaits the engine, the other
-    side or the judge, others go on."""
+    """One side of a conversation. All run side by side: while this one waits, others go on."""
     episode = env.reset(task)
     seen = await episode.opening()
     turns = [chat.prompt(seen)]
@@ -88,22 +87,24 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
         seen = observation
 
     if t.truncated and t.steps:  # the conversation ends here, and is judged as it stands
-        reward, t.steps[-1].success, t.steps[-1].score = await episode.leave()
+        reward, success, score = await episode.leave()
         t.outcome += reward
+        t.steps[-1].success = success
+        t.steps[-1].score = score
     return t
     # === end block ===
 
 
 # === block: token policy ===
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
-    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), eps = clip,
-    and its statistics, from [k] each."""
+    """-mean min(rho A, clip(rho, 1-eps, 1+eps) A), rho = exp(logprobs - old_logprobs), [k] each."""
     log_ratio = logprobs - old_logprobs
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    stats = {"loss": loss, "ratio": ratio.mean(), "approx_kl": (ratio - 1 - log_ratio).mean()}
+    stats = {"loss": loss, "ratio": ratio.mean()}
+    stats["approx_kl"] = (ratio - 1 - log_ratio).mean()
     stats["clip_fraction"] = (ratio != clipped).float().mean()
     return loss, {name: value.item() for name, value in stats.items()}
 

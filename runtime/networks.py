@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from functools import partial
 
 from runtime.data import micro_batches
@@ -77,7 +78,9 @@ class Network:
 
     def with_adapter(self, name: str, lora) -> "Network":
         """A network that computes with these weights, as they are at any time, plus a LoRA adapter
-        of its own (a peft LoraConfig), which alone it trains."""
+        of its own (a peft LoraConfig), which alone it trains. Exits where there is none."""
+        if lora is None:
+            sys.exit(f"--{name}-lora-rank 0: it trains an adapter, so its rank is at least 1")
         model = add_adapter(self.model, name, lora)
         return Network(name, model, (*self.adapters, name))
 
