@@ -121,13 +121,16 @@ class Game:
     @cached_property
     def can_hold(self) -> dict[str, set[str]]:
         """receptacle -> the types that can be put there."""
-        kinds = {receptacle: set() for receptacle in self.receptacles}
-        for name, *rest in self.facts:
+        fit = {}
+        for name, *types in self.facts:
             if name == "cancontain":
-                for receptacle, types in self.receptacle_types.items():
-                    if rest[0] in types and receptacle in kinds:
-                        kinds[receptacle].add(rest[1])
-        return kinds
+                fit.setdefault(types[0], set()).add(types[1])
+        return {
+            receptacle: set().union(
+                *(fit.get(kind, ()) for kind in self.receptacle_types.get(receptacle, ()))
+            )
+            for receptacle in self.receptacles
+        }
 
     @cached_property
     def contents(self) -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ CHANGING = frozenset(
 )
 MOST_NESTED = 64  # brackets within brackets
 WORDS = re.compile(r"[()]|[^\s()]+")
+COSTS = re.compile(r"\(\s*=\s*\([^()]*\)\s*[0-9.]+\s*\)")  # distances, hundreds of them
 
 
 class ProblemError(ValueError):
@@ -23,8 +24,11 @@ class ProblemError(ValueError):
 
 
 def read_lisp(text: str) -> list:
-    """The expressions of a text, as nested lists of lower-case words; ; starts a comment."""
-    text = re.sub(r";[^\n]*", "", text).lower()
+    """The expressions of a text, as nested lists of lower-case words; ; starts a comment.
+
+    Costs, (= (distance a b) 7), are left out: nothing depends on them.
+    """
+    text = COSTS.sub(" ", re.sub(r";[^\n]*", "", text)).lower()
     stack = [[]]
     for word in WORDS.findall(text):
         if word == "(":
@@ -100,17 +104,17 @@ def read_problem(text: str) -> Problem:
         raise ProblemError("its (:goal is not one expression")
 
     kinds = dict(typed(parts[":objects"]))
-    facts = set()
+    names, facts = set(kinds), set()
     for fact in parts[":init"]:
         if not isinstance(fact, list) or not fact:
             raise ProblemError("its (:init holds something that is no fact")
-        if fact[0] == "=":  # costs and distances
+        if fact[0] == "=":  # a cost in another form
             continue
-        if not all(isinstance(word, str) for word in fact):
+        if list in map(type, fact):
             raise ProblemError("its (:init holds something that is no fact")
-        unknown = [name for name in fact[1:] if name not in kinds]
-        if unknown:
-            raise ProblemError(f"{unknown[0][:60]} is in a fact and is no object")
+        if not names.issuperset(fact[1:]):
+            unknown = next(name for name in fact[1:] if name not in names)
+            raise ProblemError(f"{unknown[:60]} is in a fact and is no object")
         facts.add(tuple(fact))
     return Problem(kinds, frozenset(facts), parts[":goal"][0])
 
