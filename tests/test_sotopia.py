@@ -1072,9 +1072,12 @@ def test_the_second_side_starts_from_the_opening():
         first, second = env.reset(task), env.reset(task + 1)
         before = second.prompt
         assert await first.opening() == first.prompt != before
-        with pytest.raises(RuntimeError, match="other side"):
+        with pytest.raises(RuntimeError, match="not begun"):
             await second.step(respond("Hi."))
         opening = asyncio.create_task(second.opening())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="other side"):
+            await second.step(respond("Hi."))
         hello = asyncio.create_task(first.step(respond("Hello there.")))
         assert await opening == before.replace(
             "6 turns left.", f"{second.name}: Hello there.\n6 turns left."
@@ -1142,23 +1145,34 @@ def test_what_stands_when_a_context_is_full_is_what_counts(env):
     assert first.outcome == 1.0 and first.results[-1][3]["success"] and second.lost
 
 
-def test_the_kth_reset_of_a_side_meets_the_kth_of_the_other():
+def test_the_kth_episode_of_a_side_meets_the_kth_of_the_other():
     env = Sotopia(partner="self")
     met = {0: [], 1: []}
     for task in (0, 0, 1, 0, 1, 1, 1, 0, 1, 0):
         met[task].append(env.reset(task))
+        met[task][-1].begin()
     for first, second in zip(met[0], met[1]):
         assert first.conversation is second.conversation and (first.side, second.side) == (0, 1)
     assert len({e.conversation for e in met[0]}) == 5
-    assert env.reset(3).conversation not in [e.conversation for e in met[0]]
+    assert env.reset(3).begin() not in [e.conversation for e in met[0]]
     assert env.sides_of([6, 2, 6]) == [2, 3, 6, 6, 7, 7]
     assert [env.together(task) for task in (4, 5, 6)] == [2, 2, 3]
     other = Sotopia()
     assert other.sides_of([6, 2, 6]) == [6, 2, 6] and other.together(5) == 5
     assert other.reset(5).conversation is not other.reset(4).conversation
-    alone = env.reset(8)  # nobody came in that rollout: the next one begins anew
-    assert env.summary() == {"lost": 2} and alone.conversation.over
-    assert env.reset(9).conversation is not alone.conversation
+    alone = env.reset(8).begin()  # nobody came in that rollout: the next one begins anew
+    assert env.summary() == {"lost": 2} and alone.over
+    assert env.reset(9).begin() is not alone
+
+
+def test_an_episode_that_is_only_looked_at_meets_nobody():
+    env = Sotopia(partner="self")
+    for task in (0, 0, 1):
+        assert env.reset(task).prompt
+    with pytest.raises(RuntimeError, match="not begun"):
+        now(env.reset(0).step(respond("Hello.")))
+    kept = converse_all(env, [0, 0], speaking("Hello.", LEAVE))
+    assert not any(k.lost for k in kept) and env.summary() == {"goal": 0.0, "lost": 0}
 
 
 @pytest.mark.parametrize("steps", range(3))
@@ -1227,6 +1241,7 @@ def test_a_step_that_is_cancelled_ends_the_conversation():
 
     async def both():
         first, second = env.reset(0), env.reset(1)
+        await first.opening()
         step = asyncio.create_task(first.step(respond("Hello.")))
         await second.opening()
         step.cancel()
@@ -1234,6 +1249,7 @@ def test_a_step_that_is_cancelled_ends_the_conversation():
         with pytest.raises(ConversationLost, match="abandoned"):
             await second.step(respond("Hello."))
         first, second = env.reset(0), env.reset(1)
+        await first.opening()
         opening = asyncio.create_task(second.opening())
         await asyncio.sleep(0)
         opening.cancel()

@@ -166,7 +166,6 @@ class Conversation:
         self.over = True
         self.lost = lost
         self.changed.set()
-        self.env.ended.append(self)
 
         if lost:
             return
@@ -202,13 +201,13 @@ class Episode:
     score above 6) and `dimensions` (the judge's seven, or None).
     """
 
-    def __init__(self, env, conversation: Conversation, task: int):
+    def __init__(self, env, scenario: Scenario, task: int):
         self.env = env
-        self.conversation = conversation
+        self.conversation = None
         self.task = task
         self.side = task % 2
         self.place = self.side if env.self_chat else 0  # 0: it speaks first
-        self.name = other_name(conversation.scenario, self.side)  # what the other is called
+        self.name = other_name(scenario, self.side)  # what the other is called
 
         self.steps = 0
         self.done = False
@@ -219,9 +218,15 @@ class Episode:
         self.success = False
         self.dimensions = None
 
-        self.start = f"{background(conversation.scenario, self.side)}\n{RULES}"
-        self.prompt = f"{self.start}\n{turns_left(conversation.max_steps)}"
-        conversation.episodes.append(self)
+        self.start = f"{background(scenario, self.side)}\n{RULES}"
+        self.prompt = f"{self.start}\n{turns_left(env.max_steps)}"
+
+    def begin(self) -> Conversation:
+        """Enter a conversation: in self-chat at the opening, not when the episode is made."""
+        if self.conversation is None:
+            self.conversation = self.env.conversation_for(self.task)
+            self.conversation.episodes.append(self)
+        return self.conversation
 
     async def opening(self) -> str:
         """The first user message.
@@ -229,7 +234,7 @@ class Episode:
         Who speaks second in self-chat waits for the opening words, which stand in it. Raises
         ConversationLost where the other side left, or was lost, before this one spoke.
         """
-        conversation = self.conversation
+        conversation = self.begin()
         with conversation.guard():
             await conversation.turn(self.place)
             if conversation.over:
@@ -248,11 +253,9 @@ class Episode:
         step, else 0.0. info holds valid, success, score (goal score over 10), game_reward (the
         reward), progress (by how much the goal score within reach grew, over 10; our own scenarios
         only) and anchor (who spoke last and what). Raises ConversationLost where there will be no
-        outcome, and RuntimeError after the end of the episode and out of turn.
+        outcome, and RuntimeError after the end of the episode, before its opening and out of turn.
         """
-        conversation = self.conversation
-        if self.done:
-            raise RuntimeError("this episode is over: reset the environment")
+        conversation = self.playing()
         if conversation.over:
             self.done = True
             raise ConversationLost(conversation.lost or "it ended before this side's turn")
@@ -288,17 +291,24 @@ class Episode:
         Returns (reward, success, score): the outcome is the reward. The other side's step is
         complete then. Raises ConversationLost, and RuntimeError after the end of the episode.
         """
-        if self.done:
-            raise RuntimeError("this episode is over: reset the environment")
-        with self.conversation.guard():
-            self.conversation.end()
+        conversation = self.playing()
+        with conversation.guard():
+            conversation.end()
             await self.settle()
         return self.outcome, self.success, self.score
 
     def close(self) -> None:
         """This episode is not played on: without an outcome so far, the conversation is lost."""
         self.done = True
-        self.conversation.end("abandoned")
+        self.begin().end("abandoned")
+
+    def playing(self) -> Conversation:
+        """The conversation. Raises RuntimeError before it has begun and after the end."""
+        if self.done:
+            raise RuntimeError("this episode is over: reset the environment")
+        if self.conversation is None:
+            raise RuntimeError("this episode has not begun: await its opening")
+        return self.conversation
 
     async def settle(self) -> None:
         """Wait for the outcome of a conversation that is over. Raises ConversationLost."""

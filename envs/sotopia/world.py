@@ -34,7 +34,7 @@ endpoints lost more than a fifth of the conversations.
 Self-chat, partner="self". The policy speaks both sides. A conversation is two episodes, tasks 2 n
 and 2 n + 1. Each has its own prompt, steps and outcome: its own answers are its actions, and it
 hears the other's as observations. No token counts twice, and the sides form groups of their own.
-The k-th `reset` of 2 n and the k-th of 2 n + 1 share a conversation, so both tasks have to be
+The k-th `opening()` of 2 n and the k-th of 2 n + 1 meet in a conversation, so both tasks have to be
 played at the same time, in one process (`together`), and equally often (`sides_of`). Side 0 speaks
 first. `opening()` of side 1 returns when the opening words are said, and contains them; its
 `prompt` does not.
@@ -197,8 +197,10 @@ class Sotopia:
         self.train_tasks = range(2 * evaluated, 2 * count, each)
         self.validation_tasks = range(2 * count, 2 * last, each)
 
-        self.lacking = defaultdict(list)  # conversations by the task of the side that they lack
-        self.ended: list[Conversation] = []  # since the last summary
+        self.lacking: dict[int, list] = defaultdict(
+            list
+        )  # conversations by the task of the side that they lack
+        self.conversations: list[Conversation] = []  # since the last summary, as they began
         self.measures = ["goal", "goal_hard"]
         if self.judge:
             self.measures += [f"judge/{name}" for name in DIMENSIONS]
@@ -273,26 +275,29 @@ class Sotopia:
         return task // 2 if self.self_chat else task
 
     def reset(self, task: int) -> Episode:
-        """A fresh episode of a task.
-
-        In self-chat it takes the oldest conversation of the scenario that lacks this side, or else
-        begins one. Raises IndexError for a task that is none.
-        """
+        """A fresh episode of a task. Raises IndexError for a task that is none."""
         stop = self.validation_tasks.stop
         if task not in range(stop):
             raise IndexError(f"{self.name} has the tasks 0 to {stop - 1}, not {task}")
+        episode = Episode(self, self.scenario(task // 2), task)
+        if not self.self_chat:
+            episode.begin()
+        return episode
+
+    def conversation_for(self, task: int) -> Conversation:
+        """What an episode of this task enters: a new conversation, or in self-chat the oldest of
+        its scenario that lacks this side, if there is one."""
+        if self.lacking[task]:
+            return self.lacking[task].pop(0)
 
         scenario = self.scenario(task // 2)
-        if not self.self_chat:
-            partner = None if self.partner else scripted(scenario, 1 - task % 2)
-            return Episode(self, Conversation(self, scenario, partner), task)
-
-        if self.lacking[task]:
-            conversation = self.lacking[task].pop(0)
-        else:
-            conversation = Conversation(self, scenario)
+        with_program = not (self.self_chat or self.partner)
+        partner = scripted(scenario, 1 - task % 2) if with_program else None
+        conversation = Conversation(self, scenario, partner)
+        self.conversations.append(conversation)
+        if self.self_chat:
             self.lacking[task ^ 1].append(conversation)
-        return Episode(self, conversation, task)
+        return conversation
 
     def summary(self) -> dict[str, float]:
         """What to log of the conversations that ended since the last call, of all processes.
@@ -302,14 +307,13 @@ class Sotopia:
         tries, as "judge/429". Conversations whose other side never came end as lost. Raises
         SystemExit, with the reasons, where endpoints lost more than a fifth of the conversations.
         """
-        from runtime.distributed import (
-            processes,  # brings torch, which a conversation does not need
-        )
+        from runtime.distributed import processes  # late: it brings torch
 
         for conversation in sum(self.lacking.values(), []):
             conversation.end("abandoned")
         self.lacking.clear()
-        ended, self.ended = self.ended, []
+        ended = [conversation for conversation in self.conversations if conversation.over]
+        self.conversations = []
 
         finished = []
         for conversation in ended:
