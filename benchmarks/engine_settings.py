@@ -10,11 +10,13 @@ Written: benchmarks/results/engine-settings-SCRIPT.md.
 """
 
 import argparse
+import asyncio
 import os
 import random
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 
 from throughput import ROOT, load_script
 
@@ -36,8 +38,10 @@ def main() -> None:
     arguments = parser.parse_args()
     module = load_script(arguments.script)
     from runtime.chat import Chat
-    from runtime.engines import VllmEngine
+    from runtime.engines import SamplingParams
+    from runtime.engines.vllm import VllmEngine
     from runtime.flags import RunArgs
+    from runtime.rollout import rollout
 
     import torch
     import vllm
@@ -51,6 +55,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     stop_ids = [tokenizer.eos_token_id]
     chat, engines, make = Chat(tokenizer, stop_ids), {}, vllm.LLM
+    limits = dict(max_tokens=args.max_action_tokens, stop_token_ids=stop_ids)
+    sampling = SamplingParams(temperature=args.temperature, **limits)
+    loop = asyncio.new_event_loop()
     for name, changed in VARIANTS.items():
         vllm.LLM = lambda path, changed=changed, **settings: make(path, **settings | changed)
         engines[name] = VllmEngine(path, stop_ids, args)
@@ -64,7 +71,8 @@ def main() -> None:
             torch.manual_seed(number)
             engine.llm.reset_prefix_cache()
             start = time.perf_counter()
-            trajectories = module.rollout(env, engine, chat, tasks, args, args.temperature, name)
+            run = SimpleNamespace(args=args, chat=chat, engine=engine, loop=loop, faults=0)
+            trajectories = rollout(run, module.play, env, tasks, sampling)
             if number:  # the first one warms up
                 seconds[name].append(time.perf_counter() - start)
                 steps = [step for t in trajectories for step in t.steps]

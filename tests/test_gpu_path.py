@@ -7,7 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import runtime.models
 from runtime.distributed import processes
-from runtime.engines import EngineError, HfEngine, VllmEngine
+from runtime.engines import EngineError, answers
+from runtime.engines.transformers import TransformersEngine
+from runtime.engines.vllm import VllmEngine
 from runtime.models import ModelError, read_causal_model
 from runtime.networks import policy_weights
 from runtime.run import Run
@@ -18,7 +20,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from conftest import TINY, settings
-from test_engines import STOP, contexts_of, move, tiny
+from test_engines import STOP, contexts_of, move, sampling_of, tiny
 
 PARTS = {"weights", "kv_cache"}
 TINY_SHAPE = dict(
@@ -57,7 +59,13 @@ class LLM:
     def __init__(self, path, **settings):
         self.settings, self.calls, self.resident = settings, [], set(PARTS)
         self.weights = None  # those of the file
-        self.llm_engine = SimpleNamespace(engine_core=Core())
+        self.asked = {}
+        self.llm_engine = SimpleNamespace(
+            engine_core=Core(),
+            add_request=self.add_request,
+            step=self.step,
+            abort_request=lambda names: [self.asked.pop(name) for name in names],
+        )
         LLM.made.append(weakref.ref(self))
         assert 0 < settings["gpu_memory_utilization"] < 1 and settings["enable_sleep_mode"]
 
@@ -85,16 +93,21 @@ class LLM:
         assert "kv_cache" in self.resident, "illegal memory access"
         self.calls.append("reset")
 
-    def generate(self, prompts, sampling, use_tqdm):
+    def add_request(self, name, prompt, params):
+        assert name not in self.asked and params.output_kind == "final only"
+        self.asked[name] = prompt["prompt_token_ids"]
+
+    def step(self):
+        """An answer of one token to whoever asked."""
         assert self.resident == PARTS and self.weights is not None, "illegal memory access"
         if LLM.fails:
             LLM.fails -= 1
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
-        place = {5: SimpleNamespace(logprob=-1.0)}
-        sample = SimpleNamespace(token_ids=[5], logprobs=[place])
+        sample = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}])
+        asked, self.asked = self.asked, {}
         return [
-            SimpleNamespace(prompt_token_ids=p["prompt_token_ids"], outputs=[sample])
-            for p in prompts
+            SimpleNamespace(request_id=name, prompt_token_ids=ids, outputs=[sample], finished=True)
+            for name, ids in asked.items()
         ]
 
 
@@ -104,7 +117,10 @@ def gpu(monkeypatch):
     PartialState(cpu=not torch.cuda.is_available())  # the device that later tests have
     freed, vllm = [], ModuleType("vllm")
     vllm.LLM, vllm.SamplingParams = LLM, SimpleNamespace
+    vllm.sampling_params = ModuleType("vllm.sampling_params")
+    vllm.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", vllm.sampling_params)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(Core.alive)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 80 * 2**30))
@@ -122,7 +138,7 @@ def test_weights_come_before_the_cache_wakes_and_none_are_kept_in_between(gpu):
     assert engine.llm.calls == ["reload", "reset"]  # it has never slept
     for update in (1, 2):
         engine.llm.calls.clear()
-        assert len(engine.generate(contexts_of(model), 1.0)) == 6
+        assert len(answers(engine, contexts_of(model), sampling_of())) == 6
         engine.sleep()
         engine.sleep()  # the second one does nothing
         move(model, update)
@@ -138,7 +154,7 @@ def test_a_failed_engine_is_gone_before_another_one_starts(gpu, capsys):
     engine = VllmEngine(str(TINY), [STOP], settings())
     engine.load(model)
     LLM.fails = 1
-    assert engine.generate([[5, 6]], 1.0) == [([5], [-1.0])]
+    assert answers(engine, [[5, 6]], sampling_of()) == [([5], [-1.0])]
     first, second = LLM.made
     assert first() is None and second() is engine.llm and engine.restarts == 1
     assert gpu == [0]  # memory was given back when no engine was there any more
@@ -146,8 +162,8 @@ def test_a_failed_engine_is_gone_before_another_one_starts(gpu, capsys):
     engine.sleep()
     engine.load(model)
     LLM.fails = 1
-    with pytest.raises(EngineError, match=r"the engine failed \(RuntimeError: CUDA error"):
-        engine.generate([[5, 6]], 1.0)
+    with pytest.raises(EngineError, match=r"the engine failed twice \(RuntimeError: CUDA error"):
+        answers(engine, [[5, 6]], sampling_of())
 
 
 def test_an_engine_that_fails_twice_at_once_ends_the_run(gpu):
@@ -155,7 +171,17 @@ def test_an_engine_that_fails_twice_at_once_ends_the_run(gpu):
     engine.load(tiny())
     LLM.fails = 2
     with pytest.raises(EngineError, match="failed twice"):
-        engine.generate([[5, 6]], 1.0)
+        answers(engine, [[5, 6]], sampling_of())
+
+
+def test_an_engine_that_saw_other_ids_is_caught_and_not_replaced(gpu):
+    """vLLM says what it saw; where that is not what it was asked, the rollout stops."""
+    engine = VllmEngine(str(TINY), [STOP], settings())
+    engine.load(tiny())
+    engine.prompt = lambda context: {"prompt_token_ids": [*context, 7]}
+    with pytest.raises(EngineError, match="saw other ids"):
+        answers(engine, [[5, 6]], sampling_of())
+    assert len(LLM.made) == 1 and engine.owed == {}
 
 
 def test_of_several_processes_none_is_replaced(gpu, monkeypatch):
@@ -165,14 +191,16 @@ def test_of_several_processes_none_is_replaced(gpu, monkeypatch):
     engine.load(tiny())
     LLM.fails = 1
     with pytest.raises(EngineError, match="the engine failed"):
-        engine.generate([[5, 6]], 1.0)
+        answers(engine, [[5, 6]], sampling_of())
     assert len(LLM.made) == 1
 
 
 def test_transformers_cache_has_its_share_of_a_gpu(gpu):
     """80 GiB, of which 40 %: 16 GiB where it is 20 %."""
     model = tiny()
-    engines = [HfEngine("", [STOP], settings(engine_gpu_share=share)) for share in (0.4, 0.2)]
+    engines = [
+        TransformersEngine("", [STOP], settings(engine_gpu_share=share)) for share in (0.4, 0.2)
+    ]
     for engine in engines:
         engine.model = SimpleNamespace(config=model.config, device=torch.device("cuda"))
     most, half = (engine.fitting(1024) for engine in engines)
