@@ -30,6 +30,10 @@ def plain(model):
 def compute_with(model, adapters: tuple[str, ...]) -> None:
     """Let the model compute with these adapters on its base weights, as many of them as it has;
     where it has none of them, with the base weights alone."""
+    causal = plain(model)
+    if getattr(causal, "computes_with", None) == adapters:
+        return
+    causal.computes_with, causal.trains = adapters, None  # a layer's set_adapter lets it train
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             there = [name for name in adapters if name in layer.lora_A]
@@ -43,6 +47,7 @@ def add_adapter(model, name: str, lora):
     starts as the identity and alone requires gradients. A frozen vision tower gets none."""
     from peft import get_peft_model
 
+    plain(model).computes_with = None
     if has_frozen_tower(plain(model)) and not lora.exclude_modules:
         lora.exclude_modules = r".*\bvisual\..*"
     if not is_adapted(model):
@@ -112,7 +117,8 @@ class Network:
     def activate(self):
         """The model, computing as this network does and training its parameters alone."""
         compute_with(self.model, self.adapters)
-        if not fsdp.is_sharded(plain(self.model)):  # there a gathered weight keeps what it was
+        if self.plain.trains != self.name and not fsdp.is_sharded(self.plain):
+            self.plain.trains = self.name
             self.model.requires_grad_(False)
             for parameter in self.trained:
                 parameter.requires_grad_(True)

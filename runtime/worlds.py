@@ -12,13 +12,7 @@ import sys
 from runtime.data import Seen
 from runtime.view.terminal import plain
 
-FIELDS = {  # of info: what is expected
-    "valid": bool,
-    "success": bool,
-    "score": float,
-    "game_reward": float,
-    "progress": float,
-}
+TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
 NEEDED = ("valid", "success", "score")
 
 
@@ -53,15 +47,31 @@ class Door:
         except (Exception, SystemExit) as error:
             raise self.fault(error) from error
 
+    async def awaited(self, result):
+        """What the world's coroutine returns. Raises WorldFault where it raises."""
+        try:
+            return await result
+        except (Exception, SystemExit) as error:
+            raise self.fault(error) from error
+
     def fault(self, error) -> WorldFault:
         told = str(error).split("\n")[0]
         return WorldFault(f"task {self.task}: the world raised {type(error).__name__}: {told}")
 
     def refuse(self, field: str, found, expected: str) -> None:
         """End the run: a field of what the world returned is not what it has to be."""
-        name = getattr(self.env, "name", type(self.env).__name__)
-        shown = f"{type(found).__name__} {found!r}"[:120]
-        sys.exit(plain(f"{name}: task {self.task}: {field} is {shown}, expected {expected}"))
+        refuse(self.env, f"task {self.task}: {field}", found, expected)
+
+    def number(self, field: str, found) -> float:
+        value = number_of(found)
+        if value is None:
+            self.refuse(field, found, "a finite number")
+        return value
+
+    def truth(self, field: str, found) -> bool:
+        if number_of(found) not in (0.0, 1.0):
+            self.refuse(field, found, "True or False")
+        return bool(found)
 
 
 class Episode:
@@ -69,7 +79,6 @@ class Episode:
 
     def __init__(self, door: Door, own):
         self.door, self.own = door, own
-        self.pictures = getattr(door.env, "shows_pictures", False)
         self.anchor = getattr(own, "anchor", None)
 
     def __getattr__(self, name: str):
@@ -84,115 +93,89 @@ class Episode:
 
     async def opening(self) -> Seen:
         """The first user message of a conversation, once the other side has opened it."""
-        return self.seen("opening", await self.awaited(self.own.opening()))
+        return self.seen("opening", await self.door.awaited(self.own.opening()))
 
     async def leave(self) -> tuple[float, bool, float]:
         """(reward, success, score) of a conversation that ends here."""
-        reward, success, score = await self.awaited(self.own.leave())
-        return self.number("reward", reward), bool(success), self.number("score", score)
+        reward, success, score = await self.door.awaited(self.own.leave())
+        door = self.door
+        return door.number("reward", reward), bool(success), door.number("score", score)
 
     def step(self, text: str):
         """(observation, reward, done, info) of an answer; of a world that has to be awaited,
         something to await."""
         result = self.door.guarded(self.own.step, text)
-        if inspect.isawaitable(result):
-            return self.checked_later(result)
-        return self.checked(result)
+        return self.checked_later(result) if inspect.isawaitable(result) else self.checked(result)
 
     async def checked_later(self, result) -> tuple[Seen, float, bool, dict]:
-        return self.checked(await self.awaited(result))
-
-    async def awaited(self, result):
-        """What the world's coroutine returns. Raises WorldFault where it raises."""
-        try:
-            return await result
-        except (Exception, SystemExit) as error:
-            raise self.door.fault(error) from error
-
-    # ------------ what is expected ------------
+        return self.checked(await self.door.awaited(result))
 
     def checked(self, result) -> tuple[Seen, float, bool, dict]:
         """A step's result, of Python's own types; info with the keys that a Step has."""
+        door = self.door
         if not isinstance(result, tuple) or len(result) != 4:
-            self.door.refuse("step", result, "a tuple (observation, reward, done, info)")
+            door.refuse("step", result, "a tuple (observation, reward, done, info)")
         observation, reward, done, info = result
         if not isinstance(info, dict):
-            self.door.refuse("info", info, "a dict")
+            door.refuse("info", info, "a dict")
         if missing := [name for name in NEEDED if name not in info]:
-            self.door.refuse("info", sorted(map(str, info)), f"the key {missing[0]!r}")
-
-        told = {}
-        for name, kind in FIELDS.items():
-            if name in info:
-                field = f"info[{name!r}]"
-                take = self.truth if kind is bool else self.number
-                told[name] = take(field, info[name])
+            door.refuse("info", sorted(map(str, info)), f"the key {missing[0]!r}")
+        told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
+        told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
         try:
-            hash(info.get("anchor"))
+            told["anchor"] = info.get("anchor")
+            hash(told["anchor"])
         except TypeError:
-            self.door.refuse("info['anchor']", info["anchor"], "something hashable")
-        told["anchor"] = info.get("anchor")
+            door.refuse("info['anchor']", info["anchor"], "something hashable")
         seen = self.seen("observation", observation)
-        return seen, self.number("reward", reward), self.truth("done", done), told
+        return seen, door.number("reward", reward), door.truth("done", done), told
 
     def seen(self, field: str, text) -> Seen:
         """Words, with the episode's picture beside them."""
         if not isinstance(text, str):
             self.door.refuse(field, text, "a str")
         seen = Seen(text)
-        if self.pictures:
+        if getattr(self.door.env, "shows_pictures", False):
             seen.picture = self.door.guarded(getattr, self.own, "picture")
             if not isinstance(seen.picture, bytes):
                 self.door.refuse("picture", seen.picture, "the bytes of a PNG")
         return seen
 
-    def number(self, field: str, found) -> float:
-        value = number_of(found)
-        if value is None:
-            self.door.refuse(field, found, "a finite number")
-        return value
 
-    def truth(self, field: str, found) -> bool:
-        value = number_of(found)
-        if value not in (0.0, 1.0):
-            self.door.refuse(field, found, "True or False")
-        return bool(value)
+def refuse(env, what: str, found, expected: str) -> None:
+    """End the run with one line."""
+    name = getattr(env, "name", type(env).__name__)
+    sys.exit(
+        plain(
+            f"{name}: {what} is {type(found).__name__} {found!r}"[:300] + f", expected {expected}"
+        )
+    )
 
 
 def number_of(found) -> float | None:
     """A number of Python, numpy or torch as a float; None where it is none, or not finite."""
-    if hasattr(found, "item") and getattr(found, "size", 1) != 0:
-        try:
-            found = found.item()
-        except (ValueError, RuntimeError, TypeError):  # more than one number
-            return None
-    if not isinstance(found, int | float) or not math.isfinite(found):
+    try:
+        found = found.item() if hasattr(found, "item") else found
+        return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+    except (ValueError, RuntimeError, TypeError, OverflowError):  # of an array, more than one
         return None
-    return float(found)
 
 
 def task_of(env, task) -> int:
     """A task's number as Python's int; exits with one line where it is none."""
     value = number_of(task)
     if value is None or value != int(value):
-        name = getattr(env, "name", type(env).__name__)
-        sys.exit(
-            plain(f"{name}: a task is {type(task).__name__} {task!r}, expected a whole number")
-        )
+        refuse(env, "a task", task, "a whole number")
     return int(task)
 
 
 def summary_of(env) -> dict[str, float]:
     """What the world has to say of the episodes since the last call, as numbers; {} where it says
     nothing. Exits with one line where a value is no number."""
-    if not hasattr(env, "summary"):
-        return {}
-    numbers, found = {}, env.summary()
-    name = getattr(env, "name", type(env).__name__)
+    found = env.summary() if hasattr(env, "summary") else {}
     if not isinstance(found, dict):
-        sys.exit(plain(f"{name}: summary() is {type(found).__name__}, expected a dict of numbers"))
+        refuse(env, "summary()", found, "a dict of numbers")
     for key, value in found.items():
-        numbers[str(key)] = number_of(value)
-        if numbers[str(key)] is None:
-            sys.exit(plain(f"{name}: summary()[{key!r}] is {value!r}, expected a finite number"))
-    return numbers
+        if number_of(value) is None:
+            refuse(env, f"summary()[{key!r}]", value, "a finite number")
+    return {str(key): number_of(value) for key, value in found.items()}
