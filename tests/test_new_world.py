@@ -78,7 +78,6 @@ def arguments(length):
 
 @pytest.mark.parametrize("length", (40, 60))
 def test_the_pages_world_keeps_the_pages_contract(corridor, length):
-    assert "corridor_length: whole(40, 10_000) = 100" in PAGE
     env = corridor.Corridor.from_args(arguments(length))
     sets = [set(tasks) for tasks in (env.train_tasks, env.eval_tasks, env.validation_tasks)]
     assert all(len(tasks) >= 100 for tasks in sets) and len(env.eval_tasks) >= 128
@@ -143,6 +142,14 @@ def test_the_pages_world_trains_by_the_pages_commands(house):
     assert config["corridor_length"] == 60
 
 
+@pytest.mark.parametrize("length", (39, 1001))
+def test_the_pages_world_refuses_a_flag_in_one_line(corridor, length):
+    with pytest.raises(
+        SystemExit, match=f"^--corridor-length {length}: has to be from 40 to 1000$"
+    ):
+        corridor.Corridor.from_args(arguments(length))
+
+
 # ------------ an advantage ------------
 
 
@@ -150,7 +157,7 @@ def test_a_copy_with_another_advantage_trains_and_is_left_alone(house):
     """README.md: copy a script, change one line, run it."""
     (copying,) = blocks_of(README, "bash", f"cp istar_webshop.py {MINE}")
     in_house(house, "bash", "-c", copying)
-    (diff,) = blocks_of(README, "diff", "advantages")
+    (diff,) = blocks_of(README, "diff", "step_adv")
     old, new = diff.splitlines()
     assert old[0] == "-" and new[0] == "+" and old[1:] != new[1:]
     text = (house / MINE).read_text()
@@ -160,20 +167,19 @@ def test_a_copy_with_another_advantage_trains_and_is_left_alone(house):
 
     said = in_house(house, sys.executable, "tests/blocks.py")
     assert MINE not in said and len(said.splitlines()) == len(blocks.SCRIPTS)
-    # a purchase takes some steps; credit counts in full, so that what was changed is felt
-    flags = [*SMALL.split(), "--max-steps", "7", "--alpha", "1", "--no-prm-skill"]
+    flags = [*SMALL.split(), "--max-steps", "7"]  # a purchase takes some steps
     (command,) = blocks_of(README, "bash", f"python {MINE}")
     _, script, *given = shlex.split(command)
     in_house(house, sys.executable, script, *given, *flags)
     (*_, row), episodes = tables_of(house)
-    assert row["policy/grad_norm"] > 0
+    assert row["policy/grad_norm"] > 0 and row["prm/skill"] > 0
     assert len(episodes) == 2 * 6 * 4
     felt = 0
     for episode in episodes[6 * 4 :]:  # the PRM has learnt something by then
-        # A - A^E, where A^E is that of the episode: only credit counts
         steps = [step for step in episode["steps"] if step["valid"]]
-        rest = [step["advantage"] - max(step["step_advantage"], 0.0) for step in steps]
-        assert rest == pytest.approx(rest[:1] * len(rest), abs=1e-5)
+        for step in steps:
+            credit = row["prm/skill"] * max(step["step_advantage"], 0.0)
+            assert step["advantage"] == pytest.approx(step["episode_advantage"] + credit, abs=1e-5)
         felt += sum(step["step_advantage"] < 0 for step in steps)
     assert felt > 0
     assert (house / MINE).read_bytes() == mine
