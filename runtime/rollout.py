@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from runtime.data import Trajectory
 from runtime.distributed import processes
@@ -58,19 +58,17 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
     won = []
 
     async def one(task: int) -> Trajectory | None:
-        door = Door(env, task)
         try:
-            t = await play(door, run.engine, run.chat, task, sampling, run.args)
+            with closing(Door(env, task)) as door:
+                t = await play(door, run.engine, run.chat, task, sampling, run.args)
         except WorldFault as fault:
             warn(f"{fault}; this episode is left out")
             faults.append(str(fault).partition(": ")[2])
             return None
-        finally:
-            door.close()
 
-        t.anchor = door.episode.anchor
-        if prompts.setdefault(task, door.prompt) != door.prompt:
-            door.refuse("prompt", door.prompt[0], "the same as in the task's other episodes")
+        t.anchor, seen = door.episode.anchor, door.episode.prompt
+        if prompts.setdefault(task, (seen, seen.picture)) != (seen, seen.picture):
+            door.refuse("prompt", seen, "the same as in the task's other episodes")
         if not t.steps:
             most = run.args.max_context_tokens
             sys.exit(f"--max-context-tokens {most}: too few for task {task}'s prompt and an answer")
@@ -89,7 +87,8 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
     finally:
         bar.close()
         serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        playing.cancel()
+        await asyncio.gather(serving, playing, return_exceptions=True)
 
 
 def settle(loop) -> None:

@@ -25,7 +25,7 @@ class Door:
 
     def __init__(self, env, task: int):
         self.env, self.task = env, task
-        self.episode = self.prompt = None
+        self.episode = None
 
     def __getattr__(self, name: str):
         return getattr(self.env, name)
@@ -79,17 +79,11 @@ class Episode:
 
     def __init__(self, door: Door, own):
         self.door, self.own = door, own
-        self.anchor = getattr(own, "anchor", None)
+        self.anchor = self.hashable("anchor", door.guarded(getattr, own, "anchor", None))
+        self.prompt = self.seen("prompt", door.guarded(getattr, own, "prompt"))
 
     def __getattr__(self, name: str):
         return getattr(self.own, name)
-
-    @property
-    def prompt(self) -> Seen:
-        """The first user message."""
-        seen = self.seen("prompt", self.door.guarded(getattr, self.own, "prompt"))
-        self.door.prompt = seen, seen.picture
-        return seen
 
     async def opening(self) -> Seen:
         """The first user message of a conversation, once the other side has opened it."""
@@ -122,13 +116,16 @@ class Episode:
             door.refuse("info", sorted(map(str, info)), f"the key {missing[0]!r}")
         told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
         told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
-        try:
-            told["anchor"] = info.get("anchor")
-            hash(told["anchor"])
-        except TypeError:
-            door.refuse("info['anchor']", info["anchor"], "something hashable")
+        told["anchor"] = self.hashable("info['anchor']", info.get("anchor"))
         seen = self.seen("observation", observation)
         return seen, door.number("reward", reward), door.truth("done", done), told
+
+    def hashable(self, field: str, found):
+        try:
+            hash(found)
+        except TypeError:
+            self.door.refuse(field, found, "something hashable")
+        return found
 
     def seen(self, field: str, text) -> Seen:
         """Words, with the episode's picture beside them."""

@@ -1,16 +1,18 @@
 """Tokens: what the trainer scores is what the engine saw and sampled, with a tokenizer that does
 not round-trip."""
 
-from types import SimpleNamespace
+import asyncio
+import re
 
 from runtime.chat import Chat
-from runtime.engines import VllmEngine
+from runtime.data import Step, Trajectory, flatten
+from runtime.engines import SamplingParams
+from runtime.rollout import Stage, rollout
 from runtime.view.report import describe, episode_lines
-from runtime.statistics import prm_statistics
 
 import pytest
 import torch
-from conftest import TINY, environment, load, scripts_with, settings
+from conftest import ROOT, TINY, environment, load, scripts_with, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -44,13 +46,23 @@ def lossy():
     return fast
 
 
-@pytest.fixture(params=scripts_with("rollout"))
+def plays() -> list[str]:
+    """The first of the scripts whose play is the same, word for word."""
+    first = {}
+    for script in scripts_with("play"):
+        text = (ROOT / f"{script}.py").read_text()
+        own = re.search(r"^async def play.*?^    return t\n", text, re.M | re.S)[0]
+        first.setdefault(own, script)
+    return [*first.values()]
+
+
+@pytest.fixture(params=plays())
 def module(request):
     return load(request.param)
 
 
 def talks(module) -> bool:
-    """Whether its rollout is that of conversations."""
+    """Whether its episodes are sides of conversations."""
     return module.__name__ != "warm_start" and environment(module.__name__) == "sotopia"
 
 
@@ -84,12 +96,9 @@ class World:
     """Task n has episodes of n steps."""
 
     def __init__(self, words="you see wall", prompts=None, kind=Episode):
-        self.words, self.prompts, self.kind = (
-            words,
-            prompts or iter(lambda: "think box", None),
-            kind,
-        )
-        self.episodes, self.broken_off = [], []
+        self.words, self.kind = words, kind
+        self.prompts = prompts or iter(lambda: "think box", None)
+        self.episodes, self.broken_off, self.closed = [], [], []
 
     def reset(self, task):
         self.episodes.append(self.kind(next(self.prompts), task, self.words))
@@ -97,37 +106,36 @@ class World:
 
 
 class Side:
-    """An episode as one side of a conversation whose other side answers at once."""
+    """An episode as one side of a conversation whose other side answers after a moment."""
 
-    def __init__(self, episode, task):
-        self.episode, self.task, self.prompt = episode, task, episode.prompt
-        self.outcome, self.score, self.success, self.done = 0.0, 0.0, False, False
-        self.conversation = SimpleNamespace(episodes=[self])
+    def __init__(self, episode, world):
+        self.episode, self.world, self.prompt = episode, world, episode.prompt
 
-    def answer(self, text):
-        observation, reward, self.done, info = self.episode.step(text)
-        self.outcome, self.score, self.success = reward, info["score"], info["success"]
-        return observation, reward, self.done, info
+    async def opening(self):
+        await asyncio.sleep(0)
+        return self.prompt
+
+    async def step(self, text):
+        await asyncio.sleep(0)
+        return self.episode.step(text)
+
+    async def leave(self):
+        assert not self.episode.done
+        self.world.broken_off.append(self.episode)
+        return 0.25, False, 0.5
+
+    def close(self):
+        self.world.closed.append(self.episode)
 
 
 class Conversations:
-    """A World as the rollout of conversations asks for it."""
+    """A World as the pages of conversations ask for it."""
 
     def __init__(self, world):
         self.world = world
 
     def reset(self, task):
-        return Side(self.world.reset(task), task)
-
-    def step(self, said):
-        for side in [side for side, text in said.items() if text is None]:
-            assert not side.done
-            side.done = True
-            self.world.broken_off.append(side.episode)
-        return {side: side.answer(text) for side, text in said.items() if text is not None}
-
-    def finish(self, sides):
-        return [True] * len(sides)
+        return Side(self.world.reset(task), self.world)
 
 
 class Engine:
@@ -136,11 +144,14 @@ class Engine:
     def __init__(self, answers):
         self.answers, self.calls = answers, []
 
-    def generate(self, contexts, temperature):
-        numbers = [(len(self.calls) + i) % len(self.answers) for i in range(len(contexts))]
-        samples = [self.answers[number] for number in numbers]
-        self.calls.append((contexts, samples))
-        return [(ids, [-0.5 - token for token in ids]) for ids in samples]
+    async def sample(self, context, sampling):
+        ids = self.answers[len(self.calls) % len(self.answers)]
+        self.calls.append((context, ids))
+        await asyncio.sleep(0)
+        return ids, [-0.5 - token for token in ids]
+
+    async def serve(self):
+        await asyncio.Event().wait()
 
 
 # the second has no stop token: cut at the longest answer
@@ -150,12 +161,17 @@ ANSWERS = [[LOUD, STOP], [RIGHT, LOUD, WRONG], [UP, STOP]]
 def play(module, tokenizer, tasks=(3, 3, 1, 5), answers=ANSWERS, world=None, **changes):
     engine, world = Engine(answers), world or World()
     env = Conversations(world) if talks(module) else world
-    args, chat = settings(**changes), Chat(tokenizer, [STOP])
-    return module.rollout(env, engine, chat, list(tasks), args, 1.0, "test"), engine, world
+    other = "sotopia" if talks(module) else "sokoban"
+    args = settings(**dict(max_steps=10, environment=other) | changes)
+    stage = Stage(engine, Chat(tokenizer, [STOP]), args)
+    try:
+        return rollout(stage, module.play, env, [*tasks], SamplingParams()), engine, world
+    finally:
+        stage.loop.close()
 
 
 def seen_and_sampled(engine):
-    return sorted(c + s for contexts, samples in engine.calls for c, s in zip(contexts, samples))
+    return sorted(context + sampled for context, sampled in engine.calls)
 
 
 def sequences(t):
@@ -182,7 +198,7 @@ def test_scored_ids_are_those_that_the_engine_saw_and_sampled(module, lossy, his
 @pytest.mark.parametrize("history", (0, 2))
 def test_step_ids_cover_the_sampled_tokens_exactly(module, lossy, history):
     trajectories, engine, world = play(module, lossy, history=history)
-    said = [s for _, samples in engine.calls for s in samples]
+    said = [sampled for _, sampled in engine.calls]
     for t, episode in zip(trajectories, world.episodes, strict=True):
         actions = {}
         for token, step in zip(t.token_ids, t.step_ids):
@@ -196,33 +212,33 @@ def test_step_ids_cover_the_sampled_tokens_exactly(module, lossy, history):
     assert sum(len(s) for s in said) == sum(step >= 0 for t in trajectories for step in t.step_ids)
 
 
-@pytest.mark.parametrize("history, longest", [(0, None), (1, 1), (2, 2)])
-def test_layout_of_histories(module, lossy, history, longest):
-    """0: an episode is one sequence. N: a sequence per step, with the prompt and the last N turns
-    before it."""
+@pytest.mark.parametrize("history, whole", [(0, 5), (1, 2), (2, 3)])
+def test_layout_of_histories(module, lossy, history, whole):
+    """0: an episode is one sequence. N: a step sees the prompt and the last N turns; the first
+    sequence has the steps that see all turns, the others have one each."""
     (t,), engine, _ = play(module, lossy, tasks=[5], answers=[[LOUD, STOP]], history=history)
-    layouts = sequences(t)
-    assert len(layouts) == (5 if history else 1) and t.starts[0] == 0
-    last = [0, 1, 2, 3, 4] if history else [4]
-    assert [max(step_ids) for _, step_ids in layouts] == last
     chat = Chat(lossy, [STOP])
     observation = {n: chat.observation(f"now you see wall {n}", [STOP]) for n in range(1, 5)}
-    for n, (contexts, _) in enumerate(engine.calls):
-        past = range(1, n + 1) if longest is None else range(max(1, n - longest + 1), n + 1)
+    for n, (context, _) in enumerate(engine.calls):
+        past = range(max(1, n - history + 1) if history else 1, n + 1)
         turns = [i for k in past for i in [LOUD, STOP, *observation[k]]]
-        assert contexts == [chat.prompt("think box") + turns]
-    for number, (ids, step_ids) in enumerate(layouts if history else []):
-        # in a window only the last action is scored: the others have sequences of their own
-        assert {*step_ids} == {-1, number}
-        assert ids == engine.calls[number][0][0] + [LOUD, STOP]
+        assert context == chat.prompt("think box") + turns
+
+    first, *others = sequences(t)
+    assert {*first[1]} == {-1, *range(whole)} and t.starts[0] == 0
+    assert first[0] == engine.calls[whole - 1][0] + [LOUD, STOP]
+    assert len(others) == 5 - whole
+    for number, (ids, step_ids) in enumerate(others, whole):
+        assert {*step_ids} == {-1, number}  # what was scored in another sequence is words here
+        assert ids == engine.calls[number][0] + [LOUD, STOP]
 
 
 def test_flatten_gives_every_sampled_token_its_place(module, lossy):
     for history in (0, 2):
         trajectories, _, _ = play(module, lossy, history=history)
-        batch, ids = module.flatten(trajectories), {}
-        for sequence, steps, places, _ in batch.sequences:
-            ids |= dict(zip(places.tolist(), sequence[steps >= 0].tolist()))
+        batch, ids = flatten(trajectories), {}
+        for sequence in batch.sequences:
+            ids |= dict(zip(sequence.tokens.tolist(), sequence.ids[sequence.is_action].tolist()))
         sampled = [i for t in trajectories for i, s in zip(t.token_ids, t.step_ids) if s >= 0]
         assert [ids[k] for k in range(len(batch.token_step))] == sampled
         assert batch.group.tolist() == [0, 0, 1, 2] and batch.outcomes.tolist() == [1.0] * 4
@@ -246,30 +262,15 @@ def test_a_world_says_what_it_knows_and_no_more(module, lossy, history):
     assert {(step.game_reward, step.progress, step.anchor) for step in steps} == {(0.0, 0.0, None)}
     assert all(t.success and t.score == t.outcome == 1.0 for t in trajectories)
 
-    batch = module.flatten(trajectories)
+    batch = flatten(trajectories)
     assert batch.progress.tolist() == [0.0] * len(steps)
     assert batch.invalid.tolist() == [not step.valid for step in steps] and batch.invalid.any()
     row = describe(trajectories, "train", world)
     assert row["train/return"] == 0.0 and row["train/success"] == row["train/score"] == 1.0
-    credited, values = torch.ones(len(steps), dtype=torch.bool), torch.arange(float(len(steps)))
-    old_logprobs, args = torch.zeros(len(batch.token_step)), SimpleNamespace(beta=1.0)
-    terms = values, values, values, old_logprobs, None
-    stats = prm_statistics(batch, [(0, 1)], credited, *terms, args, 0.5)
-    assert stats["advantage_progress_correlation"] is None
-    assert (stats["reward_abs"], stats["credit_share"]) == (5.5, 0.5)
+    values = torch.arange(float(len(steps)))
+    stats = load("istar_webshop").credit_statistics(values, values / 2, batch.progress)
+    assert stats == {"credit_share": 0.5, "advantage_progress_correlation": 0.0}
     assert len(episode_lines({"iteration": 1}, trajectories, {"advantage": values})) == 4
-
-
-def test_a_method_named_start_means_nothing(module, lossy, monkeypatch):
-    def start(*args):
-        raise AssertionError("nobody asked for it")
-
-    expected, _, _ = play(module, lossy)
-    for kind in (World, Conversations, Episode, Side):
-        monkeypatch.setattr(kind, "start", start, raising=False)
-    trajectories, _, world = play(module, lossy)
-    assert hasattr(world, "start") and hasattr(world.episodes[0], "start")
-    assert trajectories == expected
 
 
 def test_a_dialogue_is_laid_out_as_the_chat_template_does(lossy):
@@ -319,10 +320,12 @@ def test_an_episode_that_outgrows_the_context_is_truncated_and_counted(module, l
     limits = dict(max_context_tokens=length - 1, max_action_tokens=3)
     cut, engine, world = play(module, lossy, tasks=[5, 5], **limits)
     assert all(t.truncated and 0 < len(t.steps) < 5 for t in cut)
-    assert not any(t.success or t.outcome for t in cut)
+    told = 0.25 if talks(module) else 0.0  # a conversation is judged as it stands
+    assert not any(t.success for t in cut) and [t.outcome for t in cut] == [told] * 2
+    assert [t.score for t in cut] == [2 * told] * 2
     assert not any(episode.done for episode in world.episodes)
-    assert world.broken_off == (world.episodes if talks(module) else [])  # the other side is told
-    assert all(len(c) + 3 <= length - 1 for contexts, _ in engine.calls for c in contexts)
+    assert world.broken_off == world.closed == (world.episodes if talks(module) else [])
+    assert all(len(context) + 3 <= length - 1 for context, _ in engine.calls)
     assert all(t.step_ids[-1] >= 0 for t in cut)  # no observation that nobody answered
     assert describe(cut, "x")["x/truncated"] == 1.0
     assert describe(whole, "x")["x/truncated"] == 0.0
@@ -338,27 +341,19 @@ def test_a_group_shares_its_first_observation(module, lossy):
     def prompts():
         return World(prompts=iter(["think box", "think wall"]))
 
-    with pytest.raises(AssertionError, match="first observations"):
+    expected = (
+        "task 2: prompt is .*think wall.*, expected the same as in the task's other episodes$"
+    )
+    with pytest.raises(SystemExit, match=expected):
         play(module, lossy, tasks=[2, 2], world=prompts())
     play(module, lossy, tasks=[2, 3], world=prompts())  # two tasks may differ
 
 
-def test_an_engine_that_saw_other_ids_is_caught():
-    """vLLM says what it saw; where that is not what it was asked, the rollout stops."""
-    engine = VllmEngine.__new__(VllmEngine)
-    sample = SimpleNamespace(token_ids=[UP], logprobs=[{UP: SimpleNamespace(logprob=-1.0)}])
-    output = SimpleNamespace(prompt_token_ids=[1, 2, 3], outputs=[sample])
-    engine.llm = SimpleNamespace(generate=lambda prompts, sampling, use_tqdm: [output])
-    engine.sampling = lambda temperature: None
-    assert engine.generate([[1, 2, 3]], 1.0) == [([UP], [-1.0])]
-    with pytest.raises(AssertionError, match="other ids"):
-        engine.generate([[1, 2, 4]], 1.0)
-
-
-def test_describe_counts_by_trajectory_step_and_group(module):
+def test_describe_counts_by_trajectory_step_and_group():
     def trajectory(task, outcome, valid):
-        steps = [module.Step("", "", v, game_reward=-0.1) for v in valid]
-        return module.Trajectory(task, [], [], outcome, steps, success=outcome == 1, score=outcome)
+        steps = [Step("", "", [], v, game_reward=-0.1) for v in valid]
+        steps[-1].success, steps[-1].score = outcome == 1, outcome
+        return Trajectory(task, [], [], outcome, steps)
 
     played = [trajectory(1, 1.0, [True]), trajectory(1, 0.0, [True, False, False])]
     played += [trajectory(2, 0.0, [True]), trajectory(2, 0.0, [True])]
@@ -367,3 +362,4 @@ def test_describe_counts_by_trajectory_step_and_group(module):
     expected |= {"valid_actions": 4 / 6, "dead_groups": 0.5, "truncated": 0.0}
     expected |= {"success_error": 0.25}
     assert row == {f"k/{key}": pytest.approx(value) for key, value in expected.items()}
+    assert describe(played, "k", faults=3) == row | {"k/faults": 3}
