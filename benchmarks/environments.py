@@ -111,6 +111,8 @@ def random_house_steps(env, tasks, number, seed=0):
 
 def house_speed(number):
     """(steps a second, seconds of a first reset at most, of another one in the mean)."""
+    gc.collect()
+    gc.freeze()  # what the other world keeps is not searched in this one's resets
     env = AlfWorld()
     tasks, firsts = env.train_tasks[:200], []
     for task in tasks:

@@ -124,7 +124,8 @@ class AlfWorld:
         else:
             self.tasks = panel("panel") + panel("validation")
             sizes = [len(self.tasks) // 2, len(self.tasks) // 2, TRAIN_TASKS]
-            for kind in TYPES:  # reads the floor plans now
+            houses.goals()  # read now, and the floor plans: no reset has to wait for them
+            for kind in TYPES:
                 houses.rooms_for(kind, "train")
             source = "generated houses"
         first, second = sizes[0], sizes[0] + sizes[1]
