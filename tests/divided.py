@@ -3,118 +3,201 @@ launcher started.
 
     torchrun --nproc_per_node 2 tests/divided.py SCRIPT,SCRIPT DIRECTORY [recompute] [bfloat16]
 
-The first process writes DIRECTORY/SCRIPT.pt: {network.name: by how much a parameter was moved
-(plain gradient descent, rate 1)} and the numbers that the updates told. Every process has the same
-random model and the same trajectories; those of a visual script have a model that sees, and
-pictures. recompute: with --gradient-checkpointing; bfloat16: products of the policy and of the
-full copy, which rewards nothing before it has learnt."""
+The first process writes DIRECTORY/SCRIPT.pt: {network.step.index: the gradient of a parameter in a
+step of the update}, the numbers that the updates told, and what the networks compute after it.
+Every process has the same random model and the same trajectories; those of a visual script have a
+model that sees, and pictures. recompute: with --gradient-checkpointing. Last, the networks are
+saved, and others take them up."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from conftest import load, network, random_model, random_trajectories, settings
+from conftest import default_model, load, random_model, random_trajectories, settings
 
 
 def main(script: str, out: str | Path, *options: str) -> None:
     # conftest has told Python where these are
-    from runtime.distributed import processes
-    from runtime.data import batch_logprobs
-    from runtime.networks import add_adapter, following, recompute_layers
+    from runtime.data import flatten, sum_per_step
+    from runtime.distributed import fsdp, processes
+    from runtime.networks import action_logprobs, batch_logprobs, over_batch, recompute_layers
 
     module, number = load(script), int(os.environ.get("WORLD_SIZE", 1))
-    args = settings(micro_batch_tokens=40, processes=number, engine="none", minibatches=2)
-    args.tasks_per_iteration, args.policy_lora_rank, args.value_clip = 4, 0, 0.5
-    args.prm_ridge = 0.5
-    processes.start(args)
-
-    torch.manual_seed(processes.rank())  # what is drawn is the first process's
-    build, trajectories = random_model, random_trajectories(module, groups=3)
-    if "_visual_" in script:
-        import test_pictures
-
-        _, chat = test_pictures.seeing()
-        build = lambda _: test_pictures.seeing()[0]  # noqa: E731
-        samples = test_pictures.answered(chat, test_pictures.contexts_of(chat))
-        trajectories = test_pictures.trajectories_of(samples)
-    batch = module.flatten(trajectories)
-    draw = torch.Generator().manual_seed(0)
-    advantages = torch.randn(len(batch.step_traj), generator=draw)
-    advantages[batch.step_traj < 2] = 0.0  # sequences that stay out
-    moved = {}
     dtype = "bfloat16" if "bfloat16" in options else "float32"
+    args = settings(micro_batch_tokens=40, processes=number, engine="none", dtype=dtype)
+    args.minibatches, args.tasks_per_iteration, args.policy_lora_rank = 2, 4, 0
+    args.value_clip, args.prm_ridge, args.beta, args.max_grad_norm = 0.5, 0.5, 0.5, 1.0
+    device = processes.start(args)
 
-    def trains(name, model):
-        """The model as a Network with plain gradient descent, and its parameters by name. A sharded
-        model's forward pass puts others in their place."""
-        weights = {key: p for key, p in model.named_parameters() if p.requires_grad}
-        if "recompute" in options:
-            assert recompute_layers([model])
-        optimizer, kind = torch.optim.SGD(weights.values(), lr=1.0), "float32"
-        if name in ("policy", "copy"):
-            kind = dtype
-        return network(model, optimizer, name, kind), weights
+    build, trajectories = random_model, random_trajectories(groups=3)
+    if "_visual_" in script:
+        build, trajectories = seeing(module, args)
+    batch = flatten(trajectories)
+    draw = torch.Generator().manual_seed(0)
 
-    def note(name, weights, update, *given):
-        """Do an update; note what it told and by how much it moved the trained parameters."""
-        before = {key: processes.whole(p.detach()).clone() for key, p in weights.items()}
-        moved[f"{name} numbers"] = update(*given, args)
-        for key, p in weights.items():
-            moved[f"{name}.{key}"] = processes.whole(p.detach()) - before[key]
+    networks = networks_of(module, build, Path(out).with_suffix(".model"))
+    if "recompute" in options:
+        assert recompute_layers([network.model for network in networks.values()])
+    if fsdp.wanted():
+        fsdp.shard_all([*networks.values()], dtype, device)
+    policy = networks["policy"]
+    found = {}
 
-    policy, weights = trains("policy", processes.shard(build(0), dtype))
+    def note(name, update, *given):
+        """Do an update; note what it told and the gradients that it followed."""
+        torch.manual_seed(0)
+        steps = networks[name].optimizer.gradients
+        steps.clear()
+        found[f"{name} numbers"] = update(*given, args)
+        for number, gradients in enumerate(steps):
+            found.update({f"{name}.{number}.{i}": g for i, g in enumerate(gradients)})
+        assert steps and all(p.grad is None for p in networks[name].trained)
+
     exact = batch_logprobs(policy, batch, args)
     old = exact - 0.1 * torch.rand(len(exact), generator=draw)  # ratios that are not 1
-    moved["old"] = old
+    batch = batch._replace(engine_logprobs=old)
+    found["old"] = old
     pairs = []
     if hasattr(module, "preference_pairs"):
         pairs = module.preference_pairs(batch.outcomes, batch.group)
-    given = policy, batch, old, advantages
-    if hasattr(module, "prm_update"):  # with a copy that learns and follows the policy
-        copied, own = trains("copy", processes.shard(build(0), dtype))
-        copied.on = "policy"
-        assert module.score_steps(copied, batch, exact, args).abs().max() < 1e-5
-        note("copy", own, module.prm_update, copied, batch, old, pairs)
-        moved["scores"] = module.score_steps(copied, batch, old, args)
-        before = {key: processes.whole(p.detach()).clone() for key, p in own.items()}
-        with following(copied, policy):
-            note("policy", weights, module.policy_update, *given)
-        for key, p in own.items():
-            moved[f"followed.{key}"] = processes.whole(p.detach()) - before[key]
-    elif hasattr(module, "policy_update"):
-        note("policy", weights, module.policy_update, *given)
+    if hasattr(module, "draw"):
+        note("prm", module.prm_update, networks["prm"], policy, trajectories)
+    elif hasattr(module, "prm_update"):
+        log_phi, log_old = (
+            sum_per_step(batch_logprobs(each, batch, args), batch)
+            for each in (networks["prm"], policy)
+        )
+        note("prm", module.prm_update, networks["prm"], batch, log_phi, log_old, pairs)
+    if hasattr(module, "policy_update"):
+        advantages = torch.randn(len(batch.step_traj), generator=draw)
+        advantages[batch.step_traj < 2] = 0.0  # sequences that stay out
+        note("policy", module.policy_update, policy, batch, old, advantages)
+
     if hasattr(module, "dpo_update"):
-        note("policy", weights, module.dpo_update, policy, batch, old, pairs)
-
-    prm, weights = trains("prm", add_adapter(build(1), "prm", 4))
-    for seed, (key, parameter) in enumerate(prm.model.named_parameters()):
-        if "lora_" in key:
-            noise = torch.Generator().manual_seed(seed)
-            parameter.data = 0.1 * torch.randn(parameter.shape, generator=noise)
-    if hasattr(module, "prm_update"):
-        note("prm", weights, module.prm_update, prm, batch, old, pairs)
+        note("policy", module.dpo_update, policy, batch, old, pairs)
     if hasattr(module, "cross_entropy_update"):
-        log_ratios = batch_logprobs(prm, batch, args) - old
-        owner = batch.step_traj[batch.token_step]
-        of_all = log_ratios, owner, batch.outcomes
-        note("prm", weights, module.cross_entropy_update, prm, batch, *of_all)
-
+        log_ratios = batch_logprobs(networks["prm"], batch, args) - old
+        given = log_ratios, batch.step_traj[batch.token_step], batch.outcomes
+        note("prm", module.cross_entropy_update, networks["prm"], batch, *given)
     if hasattr(module, "critic_update"):
-        path = Path(out).with_suffix(".model")
+        critic, at = networks["critic"], torch.arange(0, len(batch.token_step), 2)
+        values = over_batch(module.token_values, critic, batch, args)
+        found["values"] = values
+        returns = torch.randn(len(at), generator=draw)
+        note("critic", module.critic_update, critic, batch, at, values[at], returns)
+
+    again = networks_of(module, build, Path(out).with_suffix(".model"))
+    if fsdp.wanted():
+        fsdp.shard_all([*again.values()], dtype, device)
+    saved_and_taken_up(Path(out).with_suffix(""), networks, again)
+    compute = {"critic": module.token_values} if hasattr(module, "token_values") else {}
+    for name, network in networks.items():
+        assert all(map(torch.equal, wholes(network), wholes(again[name])))
+        function = compute.get(name, action_logprobs)
+        found[f"after.{name}"] = over_batch(function, network, batch, args)
+        assert torch.equal(found[f"after.{name}"], over_batch(function, again[name], batch, args))
+    if processes.rank() == 0:
+        torch.save(found, out)
+
+
+def seeing(module, args) -> tuple:
+    """(build, trajectories): what reads the tiny model that sees, and episodes of its world, in
+    each of which it says one thing throughout."""
+    from envs.visual_sokoban import VisualSokoban
+    from runtime.chat import Chat
+    from runtime.models import read_seeing_model
+    from runtime.worlds import Door
+
+    from transformers import AutoTokenizer
+
+    def build(_):
+        reading = {"dtype": torch.float32, "trust_remote_code": False}
+        return read_seeing_model(str(default_model("_visual_sokoban")), "tiny", reading).eval()
+
+    class Parrot:
+        async def sample(self, context, sampling):
+            return self.says, [0.0] * len(self.says)
+
+    env, parrot, trajectories = VisualSokoban(), Parrot(), []
+    tokenizer = AutoTokenizer.from_pretrained(default_model("_visual_sokoban"))
+    chat = Chat(tokenizer, [tokenizer.eos_token_id], build(0).picture_processor)
+    for number in range(6):
+        way, task = ("up", "left", "down")[number % 3], env.train_tasks[number // 2]
+        args.max_steps = 1 + number % 3
+        parrot.says = tokenizer.encode(f"<think>push {way}</think><action>{way}</action>")
+        parrot.says += chat.stop_ids
+        door = Door(env, task)
+        trajectories.append(asyncio.run(module.play(door, parrot, chat, task, None, args)))
+        trajectories[-1].outcome = float(number % 2)
+    return build, trajectories
+
+
+def networks_of(module, build, path: Path) -> dict:
+    """{name: Network} of a script as its main makes them. The PRM and the critic are not what they
+    start as any more."""
+    from runtime.distributed import processes
+    from runtime.networks import Network
+
+    networks = {"policy": Network("policy", build(0))}
+    if hasattr(module, "cross_entropy_update"):
+        networks["prm"] = networks["policy"].initial().with_adapter("prm", module.lora(4))
+    elif hasattr(module, "draw"):
+        networks["prm"] = networks["policy"].with_adapter("prm", module.lora(4))
+    elif hasattr(module, "prm_update"):
+        networks["prm"] = networks["policy"].copy("prm")
+    if hasattr(module, "critic_update"):
         random_model(2).save_pretrained(path, is_main_process=processes.rank() == 0)
         processes.wait()
-        critic, weights = trains("critic", module.add_value_head(path, 4, dtype=torch.float32))
-        torch.nn.init.ones_(next(p for key, p in weights.items() if "score" in key))
-        moved["values"] = module.batch_values(critic, batch, args)
-        at = torch.arange(0, len(batch.token_step), 2)
-        returns = torch.randn(len(at), generator=draw)
-        note(
-            "critic", weights, module.critic_update, critic, batch, at, moved["values"][at], returns
-        )
+        networks["critic"] = Network("critic", module.value_model(str(path), 4))
+    for name, network in networks.items():
+        network.optimizer = Noted(network.trained, lr=1e-2)
+        for seed, parameter in enumerate(network.trained if name != "policy" else ()):
+            noise = torch.Generator().manual_seed(seed)
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=noise)
+    return networks
+
+
+class Noted(torch.optim.SGD):
+    """Plain gradient descent that keeps the gradients of its steps, whole."""
+
+    def __init__(self, parameters, **options):
+        super().__init__(parameters, **options)
+        self.gradients = []
+
+    def step(self):
+        from runtime.distributed import fsdp
+
+        parameters = self.param_groups[0]["params"]
+        self.gradients.append([fsdp.whole(p.grad).clone() for p in parameters])
+        super().step()
+
+
+def wholes(network) -> list[torch.Tensor]:
+    """A network's trained parameters, whole."""
+    from runtime.distributed import fsdp
+
+    return [fsdp.whole(parameter.detach()).clone() for parameter in network.trained]
+
+
+def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
+    """A checkpoint of the one, installed in the other."""
+    from runtime.distributed import processes
+    from runtime.saving.checkpoints import finish_saving, save_checkpoint
+    from runtime.saving.loading import load_checkpoint
 
     if processes.rank() == 0:
-        torch.save(moved, out)
+        (run / "checkpoints").mkdir(parents=True)
+    args = SimpleNamespace(iterations=1)
+    args.run_args = SimpleNamespace(save_every=1, keep=1, dtype="float32")
+    tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
+    rows = [{"iteration": 1}]
+    save_checkpoint(run, rows, [*networks.values()], tokenizer, args, {})
+    finish_saving()
+    iteration, _ = load_checkpoint(run, [*again.values()], {})
+    assert iteration == 1
 
 
 if __name__ == "__main__":
