@@ -12,6 +12,7 @@ from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.models import ModelError, read_causal_model
 from runtime.networks import policy_weights
+from runtime.rollout import draws_of_its_own
 from runtime.run import Run
 
 import numpy as np
@@ -210,21 +211,34 @@ def test_transformers_cache_has_its_share_of_a_gpu(gpu):
 
 
 def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
-    """vLLM's newer runner draws the seeds of requests from numpy."""
-    for name in ("report.announce", "report.summary", "report.write_page"):
-        monkeypatch.setattr(f"runtime.run.{name}", lambda run: None)
+    """vLLM's newer runner draws the seeds of requests from numpy, transformers' engine from torch;
+    outside of a rollout all processes draw the same from torch."""
+    for name in ("announce", "summary", "write_page"):
+        monkeypatch.setattr(f"runtime.run.report.{name}", lambda run: None)
     monkeypatch.setattr("runtime.run.load_checkpoint", lambda *saved: (0, []))
-    monkeypatch.setattr("runtime.run.export_policy", lambda *saved: None)
-    drawn = []
+    for name in ("export_policy", "write_json"):
+        monkeypatch.setattr(f"runtime.run.{name}", lambda *saved: None)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    numbers, sampled, shared = [], [], []
+
+    def draw():
+        numbers.append(np.random.rand())
+        with draws_of_its_own():
+            sampled.append(torch.rand(()).item())
+        shared.append(torch.rand(()).item())
+
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         run_args = SimpleNamespace(eval_only=False, gradient_checkpointing=False)
-        args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
-        run = SimpleNamespace(args=args, path=tmp_path, starts=[{}], tokenizer=None)
-        Run.resume(run)
-        drawn.append([(np.random.rand(), torch.rand(()).item())])  # the evaluation at the start
-        drawn[-1] += [(np.random.rand(), torch.rand(()).item()) for _ in Run.iterations(run)]
-    assert len({number for process in drawn for pair in process for number in pair}) == 12
+        run = Run.__new__(Run)
+        run.args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
+        run.path, run.starts, run.tokenizer = tmp_path, [{}], None
+        run.resume()
+        draw()  # the evaluation at the start
+        for _ in run.iterations():
+            draw()
+    assert len({*numbers}) == len({*sampled}) == 6
+    assert shared[:3] == shared[3:] and len({*shared}) == 3
 
 
 @pytest.mark.parametrize(
