@@ -34,8 +34,8 @@ from throughput import ROOT, load_script
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.evidence import PASSES, table, world_and_algorithm
-from runtime.saving.files import replace_file, rows_of
 from runtime.memory import Shape, needed, setting_of
+from runtime.saving.files import replace_file, rows_of
 
 PAGE = ROOT / "docs" / "paper.md"
 PASSED = ROOT / "benchmarks" / "results" / "paper.jsonl"
@@ -49,9 +49,8 @@ MODELS = {  # --model: its shape
 FLAGS = {  # the variables that the page sets
     "CARDS": f"--processes {CARDS} --dtype bfloat16 --gradient-checkpointing --history 2 "
     "--iterations 200 --learning-rate 5e-7 --lr-halving inf",
-    "PAPER": "--prm-lora-rank 0 --no-prm-follows --prm-steps 1 --prm-replay 0 --prm-ridge 0 "
-    "--no-prm-skill --no-mixed-groups-only --credit-invalid --no-equal-length-pairs "
-    "--prm-learning-rate 1e-6 --beta 0.05 --alpha 1",
+    "ABLATED": "--as-published skill length credit --prm-lora-rank 0 --prm-replay 0 --prm-steps 1 "
+    "--prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-6",
     "SHOP": "--model Qwen/Qwen2.5-7B-Instruct --webshop-data hub --tasks-per-iteration 16 "
     "--max-action-tokens 512 --max-context-tokens 8192",
     "ROOMS": "--model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 --tasks-per-iteration 32 "
@@ -61,7 +60,7 @@ FLAGS = {  # the variables that the page sets
     "--max-steps 10 --max-action-tokens 512 --max-context-tokens 8192",
 }
 QWEN, OTHER = "--model Qwen/Qwen2.5-7B-Instruct", "--model meta-llama/Llama-3.1-8B-Instruct"
-SIX = "--pair-threshold 0.6 --pair-margin 0"  # a goal of 6
+RATE_OF_PRM = "--prm-learning-rate 1e-6"
 # What is not at hand where this is played, and has a value; then what is smaller.
 ELSEWHERE = """webshop-data sotopia-data judge-url judge-model eval-partner-url eval-partner-model
 cell-pixels"""  # the tiny model's patches have another size
@@ -92,22 +91,30 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
         Row(
             "prime-webshop",
             "81.5 ± 1.8, 91.3 ± 0.6",
-            "prime_webshop.py $CARDS $SHOP --prm-learning-rate 1e-6",
+            f"prime_webshop.py $CARDS $SHOP {RATE_OF_PRM}",
         ),
         Row("gigpo-webshop", "84.1 ± 3.9, 91.2 ± 1.5", "gigpo_webshop.py $CARDS $SHOP"),
-        Row("istar-webshop", "86.5 ± 2.8, 93.6 ± 1.0", "istar_webshop.py $CARDS $SHOP $PAPER"),
+        Row(
+            "istar-webshop",
+            "86.5 ± 2.8, 93.6 ± 1.0",
+            f"istar_paper_webshop.py $CARDS $SHOP {RATE_OF_PRM}",
+        ),
     ],
     "WebShop, what is taken away: success, score": [
-        Row("no-step-reward", "76.6, 84.2", "rloo_webshop.py $CARDS $SHOP --ratio step"),
+        Row(
+            "no-step-reward",
+            "76.6, 84.2",
+            "istar_webshop_ablations.py $CARDS $SHOP --alpha 0",
+        ),
         Row(
             "merged-rewards",
             "81.3, 90.7",
-            "istar_webshop_ablations.py $CARDS $SHOP $PAPER --merge-rewards",
+            "istar_webshop_ablations.py $CARDS $SHOP $ABLATED --step-reward merged",
         ),
         Row(
             "token-rewards",
             "82.0, 90.0",
-            "istar_webshop_ablations.py $CARDS $SHOP $PAPER --granularity token --ratio token",
+            "istar_webshop_ablations.py $CARDS $SHOP $ABLATED --step-reward token --ratio token",
         ),
     ],
     "VisualSokoban: success": [
@@ -115,20 +122,24 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
         Row("reinforce_pp-rooms", "", "reinforce_pp_visual_sokoban.py $CARDS $ROOMS"),
         Row("rloo-rooms", "86.3 ± 0.6", "rloo_visual_sokoban.py $CARDS $ROOMS"),
         Row("gigpo-rooms", "85.9 ± 2.6", "gigpo_visual_sokoban.py $CARDS $ROOMS"),
-        Row("istar-rooms", "91.7 ± 1.2", "istar_visual_sokoban.py $CARDS $ROOMS $PAPER"),
+        Row(
+            "istar-rooms",
+            "91.7 ± 1.2",
+            f"istar_paper_visual_sokoban.py $CARDS $ROOMS {RATE_OF_PRM}",
+        ),
     ],
     "SOTOPIA, with itself: goal in hard scenarios, in all; then the same with GPT-4o": [
         Row("grpo-qwen", "6.97, 8.31; 6.42, 7.84", f"grpo_sotopia.py $CARDS $TALKS {QWEN}"),
         Row(
             "istar-qwen",
             "7.11, 8.42; 6.76, 8.36",
-            f"istar_sotopia.py $CARDS $TALKS {QWEN} $PAPER {SIX}",
+            f"istar_paper_sotopia.py $CARDS $TALKS {QWEN} {RATE_OF_PRM}",
         ),
         Row("grpo-llama", "7.92, 9.12; 6.68, 8.14", f"grpo_sotopia.py $CARDS $TALKS {OTHER}"),
         Row(
             "istar-llama",
             "8.06, 9.20; 7.16, 8.45",
-            f"istar_sotopia.py $CARDS $TALKS {OTHER} $PAPER {SIX}",
+            f"istar_paper_sotopia.py $CARDS $TALKS {OTHER} {RATE_OF_PRM}",
         ),
     ],
 }
@@ -153,7 +164,11 @@ def arguments(script: str, flags: list[str]):
 
 def gigabytes(row: Row) -> float:
     """What each of CARDS cards has to have, by prediction [GiB]."""
-    args = arguments(*words_of(row))
+    script, flags = words_of(row)
+    args = arguments(script, flags)
+    if script.startswith("istar_paper_"):
+        args.prm_lora_rank = 0  # the PRM is a full copy, which is no flag of these pages
+    args.prm_follows = script.startswith("istar_")  # an adapter there is on the policy's weights
     setting, shape = setting_of(args, CARDS), MODELS[args.model]
     tower = 0.0
     if "VL" in args.model:
@@ -172,7 +187,8 @@ def card_hours(row: Row) -> float:
     episodes = args.tasks_per_iteration * args.group_size
     turns = (min(step, args.history) + 1 for step in range(steps))
     tokens = episodes * sum(first + n * (seen + answer) for n in turns)
-    without, trained = PASSES.get(algorithm, (2, 1))
+    passes = PASSES | {"istar_paper": (3, 2)}  # it learns from the episodes that it has scored
+    without, trained = passes.get(algorithm, (2, 1))
     operations = (2 * without + 6 * trained) * MODELS[args.model].dense * tokens
     return 2 * operations * args.iterations / RATE / 3600
 
@@ -274,7 +290,7 @@ def tables(passed: set[str]) -> str:
             need = f"{gigabytes(row):.0f}"
             cells = [f"`{row.command}`", row.printed or "–", need, f"{card_hours(row):,.0f}"]
             lines.append([*cells, played])
-        titles = ["command", "paper", "GiB a card", "hours of cards", "dry run"]
+        titles = ["command", "paper", "GiB per GPU", "GPU hours", "dry run"]
         parts.append(f"### {title}\n\n{table(titles, lines)}\n")
     return "\n".join(parts)
 
