@@ -270,10 +270,9 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
-    """Episodes for each of --prm-steps steps: the best and the worst of groups of the replay, half
-    as many episodes in all as an iteration has."""
-    number = args.tasks_per_iteration * args.group_size // 4
-    groups = random.sample(replay, min(number, len(replay)))
+    """Episodes for each of --prm-steps steps: the best and the worst of each of two groups of the
+    replay."""
+    groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
     dealt = [groups[step :: args.prm_steps] for step in range(min(args.prm_steps, len(groups)))]
     return [[t for group in part for t in best_and_worst(group)] for part in dealt]
 

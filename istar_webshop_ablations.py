@@ -253,12 +253,11 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
-    """Episodes for each of --prm-steps steps: the best and the worst of groups of the replay, half
-    as many episodes in all as an iteration has; without a replay all of the new groups."""
+    """Episodes for each of --prm-steps steps: the best and the worst of each of two groups of the
+    replay; without a replay all of the new groups."""
     if replay and args.prm_replay == 0:
         return [[t for group in replay for t in group]] * args.prm_steps
-    number = args.tasks_per_iteration * args.group_size // 4
-    groups = random.sample(replay, min(number, len(replay)))
+    groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
     dealt = [groups[step :: args.prm_steps] for step in range(min(args.prm_steps, len(groups)))]
     return [[t for group in part for t in best_and_worst(group)] for part in dealt]
 

@@ -210,7 +210,10 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
 
 def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
     """Sequences of similar length together, none a fifth shorter than the longest, at most `budget`
-    tokens with their padding, or one sequence."""
+    tokens with their padding, or one sequence. Few ones go together whatever their length: a pass
+    of its own costs more than padding."""
+    if len(sequences) * max((len(s.ids) for s in sequences), default=0) <= budget // 4:
+        return [sequences] if sequences else []
     packs: list[list[Sequence]] = []
     for sequence in sorted(sequences, key=lambda s: -len(s.ids)):
         longest = len(packs[-1][0].ids) if packs else 0

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from runtime.data import Trajectory
 from runtime.distributed import processes
 from runtime.view.terminal import warn
-from runtime.worlds import Door, WorldFault, task_of
+from runtime.worlds import Door, WorldFault, summary_of, task_of
 
 import torch
 from tqdm import tqdm
@@ -30,7 +30,8 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     plays its share of them. All processes get all trajectories, in the order of tasks.
 
     Episodes whose world raised are left out, named and counted (run.faults). Exits with one line
-    where more than a fifth are, and where members of a group begin with different prompts."""
+    where more than a fifth are, where none is left, and where members of a group begin with
+    different prompts."""
     tasks = [task_of(env, task) for task in tasks]
     mine = processes.my_tasks(tasks, getattr(env, "together", None))
     faults: list[str] = []
@@ -47,7 +48,10 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     if len(faults) > FAILED_SHARE * len(tasks):
         reason, number = Counter(faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
-    return processes.gather(played)
+    if played := processes.gather(played):
+        return played
+    summary_of(env)  # which may say why
+    sys.exit(f"stopped: none of {len(tasks)} episodes came to an outcome")
 
 
 async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[Trajectory]:
@@ -62,8 +66,9 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
             with closing(Door(env, task)) as door:
                 t = await play(door, run.engine, run.chat, task, sampling, run.args)
         except WorldFault as fault:
-            warn(f"{fault}; this episode is left out")
-            faults.append(str(fault).partition(": ")[2])
+            if not fault.counted:
+                warn(f"{fault}; this episode is left out")
+                faults.append(str(fault).partition(": ")[2])
             return None
 
         t.anchor, seen = door.episode.anchor, door.episode.prompt

@@ -56,7 +56,9 @@ class Door:
 
     def fault(self, error) -> WorldFault:
         told = str(error).split("\n")[0]
-        return WorldFault(f"task {self.task}: the world raised {type(error).__name__}: {told}")
+        fault = WorldFault(f"task {self.task}: the world raised {type(error).__name__}: {told}")
+        fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
+        return fault
 
     def refuse(self, field: str, found, expected: str) -> None:
         """End the run: a field of what the world returned is not what it has to be."""
@@ -87,6 +89,7 @@ class Episode:
 
     async def opening(self) -> Seen:
         """The first user message of a conversation, once the other side has opened it."""
+        self.prompt  # noqa: B018 (which has to be the same in all of a group)
         return self.seen("opening", await self.door.awaited(self.own.opening()))
 
     async def leave(self) -> tuple[float, bool, float]:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 class ConversationLost(Exception):
     """A conversation has no outcome for this side; the message is the reason, in one line."""
 
+    counted = True  # by summary(), so it is not a fault of the world
+
 
 def parse_action(text: str) -> str | None:
     """What a model's whole response says aloud, on one line.

@@ -7,7 +7,7 @@
                                 format; a LoRA policy's is peft's until it is exported
     runs/NAME/best              link to the policy of the best evaluation
 
-A checkpoint is written under another name, tensor by tensor; then a thread hashes it, syncs it to
+A checkpoint is written under another name; then a thread hashes it, syncs it to
 the disk and renames it, while the run goes on. Nothing but safetensors and JSON is read. What an
 iteration draws depends on (seed, iteration) alone, so there are no random states to be kept: a run
 that was killed and taken up again gives what it would have given.
@@ -27,9 +27,9 @@ from runtime.distributed import fsdp, processes
 from runtime.networks import (
     Network,
     adapter_weights,
+    assert_finite,
     is_adapted,
     plain,
-    policy_shapes,
     policy_weights,
 )
 from runtime.saving.files import (
@@ -39,7 +39,6 @@ from runtime.saving.files import (
     to_json,
     write_json,
 )
-from runtime.saving.tensors import write_tensors
 
 import torch
 from safetensors import safe_open
@@ -91,8 +90,8 @@ def save_checkpoint(
     model in --dtype. lists: what a script keeps beside its networks, numbers and groups of
     episodes. Trained parameters and their moments go to trained.safetensors as name.index[.moment].
     Raises FloatingPointError where a parameter is not finite: such a network is not kept. Of
-    several processes the first one writes; of a sharded policy the others have parts to give, a
-    tensor at a time. It is on the disk after finish_saving()."""
+    several processes the first one writes; of a sharded policy the others have parts to give. It is
+    on the disk after finish_saving()."""
     began, iteration, best, due = time.perf_counter(), rows[-1]["iteration"], None, None
     if processes.rank() == 0:
         finish_saving()
@@ -106,10 +105,9 @@ def save_checkpoint(
         clear(draft)
         draft.mkdir()
     try:
-        state = state_of(networks)
-        shapes = {key: (part.dtype, part.shape) for key, part in state.items()}
-        wholes = ((key, fsdp.whole(part)) for key, part in state.items())
-        write_tensors(draft / "trained.safetensors", shapes, wholes)
+        state = finite({key: fsdp.whole(part) for key, part in state_of(networks).items()})
+        if processes.rank() == 0:
+            save_file(state, draft / "trained.safetensors")
         for network in networks:
             if is_adapted(network.model):
                 write_adapter(draft / network.name, network)
@@ -186,7 +184,7 @@ def clear(draft: Path) -> None:
 
 def state_of(networks: list[Network]) -> dict:
     """All trained parameters and their moments, {name.index[.moment]: tensor, or this process's
-    part of it}; wide numbers first, as a file's alignment wants them."""
+    part of it}."""
     state = {}
     for network in networks:
         for i, parameter in enumerate(network.trained):
@@ -194,7 +192,7 @@ def state_of(networks: list[Network]) -> dict:
             state[key] = parameter.detach()
             for moment, value in network.optimizer.state[parameter].items():
                 state[f"{key}.{moment}"] = value
-    return dict(sorted(state.items(), key=lambda item: -item[1].dtype.itemsize))
+    return state
 
 
 def kept(item):
@@ -231,33 +229,24 @@ def write_adapter(path: Path, network: Network) -> None:
 
 
 def write_dense(path: Path, model, tokenizer, args) -> None:
-    """Write the policy as one dense network in --dtype, tensor by tensor: what --model reads."""
+    """Write the policy as one dense network in --dtype: what --model reads."""
     causal, dtype = plain(model), getattr(torch, args.run_args.dtype)
-    empty = ((name, torch.empty(s, device="meta")) for name, s in policy_shapes(model).items())
-    shapes = {name: (dtype, tensor.shape) for name, tensor in as_stored(causal, empty)}
-    if processes.rank() == 0:
-        path.mkdir()
-        causal.config.save_pretrained(path)
-        config = read_json(path / "config.json")
-        write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
-        if getattr(causal, "generation_config", None):  # a critic generates nothing
-            causal.generation_config.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-        if hasattr(causal, "picture_processor"):
-            causal.picture_processor.processor.save_pretrained(path)
-    write_tensors(path / "model.safetensors", shapes, as_stored(causal, policy_weights(model)))
+    weights = finite({name: tensor.to(dtype) for name, tensor in policy_weights(model)})
+    if processes.rank():
+        return
+    causal.save_pretrained(path, state_dict=weights)
+    config = read_json(path / "config.json")
+    write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
+    tokenizer.save_pretrained(path)
+    if hasattr(causal, "picture_processor"):
+        causal.picture_processor.processor.save_pretrained(path)
 
 
-def as_stored(causal, weights):
-    """These (name, tensor) under the names that the model's files have, which transformers changes
-    on reading some architectures (Qwen2.5-VL)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    for name, tensor in weights:
-        stored = [*revert_weight_conversion(causal, {name: tensor}).items()]
-        del tensor  # a loop's variable would keep one while the next is made
-        while stored:
-            yield stored.pop(0)
+def finite(weights: dict) -> dict:
+    """These tensors, on the CPU of the first process. Raises FloatingPointError where one has a
+    number that is not finite."""
+    assert_finite(weights.items())
+    return {} if processes.rank() else {n: t.cpu().contiguous() for n, t in weights.items()}
 
 
 def export_policy(run: Path, networks: list[Network], tokenizer, args) -> None:
