@@ -105,7 +105,7 @@ def save_checkpoint(
         clear(draft)
         draft.mkdir()
     try:
-        state = finite({key: fsdp.whole(part) for key, part in state_of(networks).items()})
+        state = on_cpu((key, fsdp.whole(part)) for key, part in state_of(networks).items())
         if processes.rank() == 0:
             save_file(state, draft / "trained.safetensors")
         for network in networks:
@@ -231,7 +231,7 @@ def write_adapter(path: Path, network: Network) -> None:
 def write_dense(path: Path, model, tokenizer, args) -> None:
     """Write the policy as one dense network in --dtype: what --model reads."""
     causal, dtype = plain(model), getattr(torch, args.run_args.dtype)
-    weights = finite({name: tensor.to(dtype) for name, tensor in policy_weights(model)})
+    weights = on_cpu((name, tensor.to(dtype)) for name, tensor in policy_weights(model))
     if processes.rank():
         return
     causal.save_pretrained(path, state_dict=weights)
@@ -242,11 +242,15 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
         causal.picture_processor.processor.save_pretrained(path)
 
 
-def finite(weights: dict) -> dict:
-    """These tensors, on the CPU of the first process. Raises FloatingPointError where one has a
-    number that is not finite."""
-    assert_finite(weights.items())
-    return {} if processes.rank() else {n: t.cpu().contiguous() for n, t in weights.items()}
+def on_cpu(tensors) -> dict[str, torch.Tensor]:
+    """These (name, tensor), on the CPU of the first process. Raises FloatingPointError where one
+    has a number that is not finite."""
+    found = {}
+    for name, tensor in tensors:
+        assert_finite([(name, tensor)])
+        if processes.rank() == 0:
+            found[name] = tensor.cpu().contiguous()
+    return found
 
 
 def export_policy(run: Path, networks: list[Network], tokenizer, args) -> None:

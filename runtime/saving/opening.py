@@ -23,12 +23,6 @@ FREE = (  # flags that may change when a run is taken up: they do not bear on wh
     "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures "
     "gradient_checkpointing"
 ).split()
-GONE = {  # flags of earlier versions, and the values with which their runs go on unchanged
-    "top_p": 1.0,
-    "step_reward": "implicit",
-    "merge_rewards": False,
-    "granularity": "step",
-}
 TOLD = {  # hashes of run.json: what they are of
     "model": "the files of --model {}",
     "data": "the data",
@@ -38,13 +32,10 @@ TOLD = {  # hashes of run.json: what they are of
 
 def open_run(run) -> None:
     """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
-    --resume names.
-
-    `--resume auto` is for schedulers, which start the same command again: the run --run-name where
-    there is one, else the newest unfinished run of this script with these flags, else a new run.
-    Exits with one line where the run cannot be had: it does not exist, its flags differ, another
-    process is at work in it. Of several processes the first one opens the run, and the others are
-    told where it is."""
+    --resume names (auto: the run --run-name, else the newest unfinished one of this script with
+    these flags, else a new one). Exits with one line where the run cannot be had: it does not
+    exist, its flags differ, another process is at work in it. Of several processes the first one
+    opens it."""
     if processes.rank() == 0:
         first_opens(run)
     run_args = run.args.run_args
@@ -96,30 +87,22 @@ def first_opens(run) -> None:
 def record_of(path: Path) -> tuple[dict, list[dict]]:
     """(flags, starts) of a run, from its args.json and run.json. Raises DamagedError, which names
     the file, where one is not what a run writes."""
-    found = []
-    for name, looks_right in (("args.json", is_flags), ("run.json", is_starts)):
-        try:
-            found.append(read_json(path / name))
-        except (OSError, ValueError, RecursionError) as error:
-            raise DamagedError(f"{path / name} is missing, cut off or no JSON") from error
-        if not looks_right(found[-1]):
-            raise DamagedError(f"{path / name} is not what a run writes")
-    return found[0], found[1]["starts"]
-
-
-def is_flags(saved) -> bool:
-    return isinstance(saved, dict) and "seed" in saved
-
-
-def is_starts(saved) -> bool:
-    starts = saved.get("starts") if isinstance(saved, dict) else None
-    return isinstance(starts, list) and bool(starts) and all(map(is_start, starts))
-
-
-def is_start(start) -> bool:
-    hashes = start.get("hashes") if isinstance(start, dict) else None
-    texts = isinstance(hashes, dict) and [start.get("script"), start.get("wandb_id")]
-    return bool(texts) and all(isinstance(t, str) for t in texts) and {*TOLD} <= hashes.keys()
+    file = path / "args.json"
+    try:
+        flags = read_json(file)
+        flags["seed"]
+        file = path / "run.json"
+        starts = read_json(file)["starts"]
+        for start in (*starts, starts[0]):  # there is one
+            texts = (
+                start["script"],
+                start["wandb_id"],
+                *(start["hashes"][name] or "" for name in TOLD),
+            )
+            "".join(texts)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{file} is missing, or is not what a run writes") from error
+    return flags, starts
 
 
 def find_run(args, script: str) -> Path | None:
@@ -181,21 +164,21 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
 
 
 def lost_flags(saved: dict, args) -> list[str]:
-    """The flags of a run that this version does not have, where their value meant something."""
-    unknown = saved.keys() - flags_of(args).keys()
-    lost = [name for name in unknown if name not in GONE or saved[name] != GONE[name]]
-    return [f"--{name.replace('_', '-')} {saved[name]}" for name in sorted(lost)]
+    """The flags of a run that this version does not have."""
+    lost = sorted(saved.keys() - flags_of(args).keys())
+    return [f"--{name.replace('_', '-')} {saved[name]}" for name in lost]
 
 
 def refuse_others(path: Path) -> None:
     """Exit where something else is in the place of a file that a run reads or writes: nothing is
     written through a link to another place."""
-    for file in (*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"):
-        if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
-            sys.exit(f"{file}: a link, a pipe or a directory in the place of a file; remove it")
-    for place in (path / "checkpoints", path / "exported", path / "engine"):
-        if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
-            sys.exit(f"{place}: a link or a file in the place of a directory; remove it")
+    files = [*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"]
+    places = {file: (Path.is_file, "a file") for file in files}
+    for name in ("checkpoints", "exported", "engine"):
+        places[path / name] = Path.is_dir, "a directory"
+    for place, (is_right, what) in places.items():
+        if os.path.lexists(place) and (place.is_symlink() or not is_right(place)):
+            sys.exit(f"{place}: a link or something else in the place of {what}; remove it")
     for link in (path / "policy", path / "prm", path / "critic", path / "best"):
         if os.path.lexists(link) and not link.is_symlink():
             sys.exit(f"{link}: something else in the place of a link; move it away")
