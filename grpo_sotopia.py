@@ -133,8 +133,8 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """Follow the gradient of all processes, scaled down to --max-grad-norm; its norm before."""
-    sum_gradients(network)
+    """Follow the gradient, scaled down to --max-grad-norm; its norm before."""
+    sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
     if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
         network.optimizer.step()
@@ -163,9 +163,9 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk or gradients that are not finite end in one line
 def main():
-    args = parse(Args, __doc__)
+    args = parse(Args, __doc__)  # tyro: a flag for each field above
     env = Sotopia.from_args(args)
-    run = Run(args, env)  # directory, rows, clock, seeds, checkpoints: nothing that is learnt
+    run = Run(args, env)  # directory, rows, W&B, seeds, checkpoints: nothing that is learnt
 
     # ------------ Models ------------
     model, engine, chat = run.load_policy(lora(args.policy_lora_rank))
