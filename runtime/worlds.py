@@ -89,7 +89,6 @@ class Episode:
 
     async def opening(self) -> Seen:
         """The first user message of a conversation, once the other side has opened it."""
-        self.prompt  # noqa: B018 (which has to be the same in all of a group)
         return self.seen("opening", await self.door.awaited(self.own.opening()))
 
     async def leave(self) -> tuple[float, bool, float]:
