@@ -1,189 +1,193 @@
-"""What a step of the engine costs, and what would be saved if episodes did not wait for each other.
+"""Seconds of a rollout whose episodes do not wait for each other, against one that goes in rounds.
 
     python benchmarks/engine_steps.py
+    python benchmarks/engine_steps.py --seeds 5 --repeats 3
 
-A rollout goes in rounds: whoever plays gets an answer, and the next round begins when the longest
-answer is there. With continuous batching an episode would go on as soon as its own answer is. This
-says what that is worth:
+Each episode is a coroutine: it asks the engine for its next answer as soon as its world has said
+something (runtime/rollout.py). A rollout in rounds asks for everybody who still plays at once, by
+`llm.generate`, waits for the longest of these answers, and then for all worlds together. Both use
+the same vLLM engine, the tiny model and one process.
 
-1. Steps of the engine for the recorded episodes of throughput.py (8 tasks x 8), in rounds and
-   without waiting, and the processor seconds of vLLM's engine for both, in turn, medians. Answers
-   have the recorded lengths; environments and the trainer take no part.
-2. The processor time of one step that samples for so many episodes at a time, by vLLM and by hf,
-   in contexts of 100 and of 400 tokens.
-3. Steps alone, by arithmetic, for answers of a model that reasons in words: 128 tokens in the mean
-   and 512 at most, geometrically distributed, 10 turns.
+Uneven: 32 episodes of 2 to 8 turns, answers of 32 tokens in the mean, geometrically distributed, at
+most 128. Equal: 32 episodes of 5 turns of 32 tokens. A world takes 0 or 100 ms for an answer (a
+partner over HTTP takes longer), and the event loop has that time for others. The lengths, which
+depend on the seed, are those of the tokens that the engine really samples.
 
-Processor time is what other work on the machine disturbs least. The result goes to
-results/engine-steps.md.
+Both play in turn, each first in every second repeat. What is told is the median over seeds and
+repeats of the ratio of seconds, with the least and the greatest; the ratio of the processor seconds
+of all, which other work on the machine disturbs less; and that of the engine's steps, which nothing
+disturbs. A step costs more the more episodes it samples for: on a CPU with the tiny model 4 ms and
+0.06 ms for each. The result goes to results/engine-steps.md.
 """
 
 import argparse
-import json
+import asyncio
 import os
 import random
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 os.environ["VLLM_NO_USAGE_STATS"] = os.environ["HF_HUB_OFFLINE"] = "1"
 
-from runtime.engines import HfEngine, VllmEngine
+from runtime.engines import SamplingParams
+from runtime.engines.vllm import VllmEngine
 from runtime.flags import RunArgs
 
 import torch
-from throughput import load_script, record_plan, tokenise
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-WORKLOADS = [("sokoban", 10), ("webshop", 10)]
-engines = []  # all of them: where one is freed, vLLM ends the process group of the others too
-
-
-def engine_of(kind, world: str):
-    """An engine of the world's tiny model, which ends no answer by itself; and its tokenizer."""
-    path = ROOT / "models" / f"tiny-{world}"
-    context = json.loads((path / "config.json").read_text())["max_position_embeddings"]
-    args = load_script("grpo_sokoban").Args(run_args=RunArgs(engine_memory=1))
-    args.max_context_tokens = context
-    engine = kind(str(path), [-1] if kind is HfEngine else [2], args)
-    engine.load(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
-    engines.append(engine)
-    return engine, AutoTokenizer.from_pretrained(path)
+MODEL = ROOT / "models" / "tiny-webshop"
+GOALS = {"uneven": 0.65, "equal": 1.05}  # the ratio of seconds should not be greater
 
 
-def sampled(number: int):
-    """So many tokens, whatever they are."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+@dataclass
+class Args:
+    """What an engine asks of a script's flags."""
 
-    fixed = dict(temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False, skip_clone=True)
-    return SamplingParams(max_tokens=number, output_kind=RequestOutputKind.FINAL_ONLY, **fixed)
-
-
-def play(engine, episodes: list, waits: bool) -> int:
-    """Play all episodes, lists of (context, action) for each turn; the engine's steps. waits: the
-    next turn begins when every episode has its answer."""
-    core = engine.llm.llm_engine
-    core.reset_prefix_cache()
-    steps, turns, idle = 0, [0] * len(episodes), []
-
-    def ask(number: int) -> None:
-        context, action = episodes[number][turns[number]]
-        prompt = {"prompt_token_ids": context}
-        core.add_request(f"{number}-{turns[number]}", prompt, sampled(len(action)))
-
-    for number in range(len(episodes)):
-        ask(number)
-    while core.has_unfinished_requests():
-        steps += 1
-        for output in core.step():
-            number = int(output.request_id.split("-")[0])
-            turns[number] += 1
-            if turns[number] < len(episodes[number]):
-                idle.append(number)
-        if waits and core.has_unfinished_requests():
-            continue
-        for number in idle:
-            ask(number)
-        idle.clear()
-    assert turns == [len(turns_of) for turns_of in episodes]
-    return steps
+    run_args: RunArgs
+    seed: int = 1
+    max_context_tokens: int = 3072
 
 
-def compare(rounds: int, place: Path) -> str:
-    """What is 1. above."""
-    from runtime.chat import Chat
-
-    lines = ["| episodes | steps in rounds | without waiting | ratio |"]
-    lines[0] += " processor s in rounds | without waiting | ratio |"
-    lines.append("|---|---|---|---|---|---|---|")
-    for world in dict.fromkeys(world for world, _ in WORKLOADS):
-        engine, tokenizer = engine_of(VllmEngine, world)
-        chat = Chat(tokenizer, [tokenizer.eos_token_id])
-        for turns in (turns for name, turns in WORKLOADS if name == world):
-            plan = json.loads(record_plan(world, turns, 8, 8, place).read_text())
-            episodes = tokenise(plan, chat, 0)
-            seconds, steps = {True: [], False: []}, {}
-            for _ in tqdm(range(rounds + 1), f"{world}-{turns}", leave=False, disable=None):
-                for waits in (True, False):
-                    begin = time.process_time()
-                    steps[waits] = play(engine, episodes, waits)
-                    seconds[waits].append(time.process_time() - begin)
-            medians = {w: statistics.median(each[1:]) for w, each in seconds.items()}
-            pairs = zip(seconds[False][1:], seconds[True][1:])
-            ratio = statistics.median(new / old for new, old in pairs)
-            row = f"| {world}, {turns} turns | {steps[True]} | {steps[False]}"
-            row += f" | {steps[False] / steps[True]:.2f} | {medians[True]:.3f}"
-            lines.append(f"{row} | {medians[False]:.3f} | {ratio:.2f} |")
-    return "\n".join(lines)
+@dataclass
+class Turn:
+    answer: int  # [tokens]
+    words: list[int]  # of the world, after the answer
 
 
-def step_costs() -> str:
-    """What is 2. above."""
-    lines = ["| engine | context | 1 episode | 8 | 64 | fixed | for each episode |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for name, kind in (("vLLM", VllmEngine), ("hf", HfEngine)):
-        engine, _ = engine_of(kind, "sokoban")
-        for length in (100, 400):
-            rng, costs = random.Random(0), []
-            for number in (1, 8, 64):
-                contexts = [[rng.randrange(3, 500) for _ in range(length)] for _ in range(number)]
-                costs.append(step_cost(engine, contexts))
-            each = (costs[2] - costs[0]) / 63
-            cells = [f"{1000 * cost:.1f} ms" for cost in (*costs, costs[0] - each)]
-            lines.append(f"| {name} | {length} | {' | '.join(cells)} | {1e6 * each:.0f} us |")
-    return "\n".join(lines)
+def plan(kind: str, seed: int, episodes: int = 32) -> list[list[Turn]]:
+    """The turns of each episode."""
+    rng, played = random.Random(f"{kind} {seed}"), []
+    for _ in range(episodes):
+        turns = rng.randint(2, 8) if kind == "uneven" else 5
+        uneven = [min(128, 1 + int(rng.expovariate(1 / 32))) for _ in range(turns)]
+        lengths = uneven if kind == "uneven" else [32] * turns
+        played.append([Turn(n, [rng.randrange(3, 500) for _ in range(40)]) for n in lengths])
+    return played
 
 
-def step_cost(engine, contexts: list) -> float:
-    """Processor seconds of a step: what 24 more tokens cost, over 24; the least of four."""
-    seconds = {6: [], 30: []}
-    for _ in range(5):
-        for tokens, each in seconds.items():
-            if isinstance(engine, HfEngine):
-                engine.args.max_action_tokens = tokens
-            else:
-                engine.sampling = lambda _, tokens=tokens: sampled(tokens)
-            begin = time.process_time()
-            engine.generate(contexts, 1.0)
-            each.append(time.process_time() - begin)
-    return (min(seconds[30][1:]) - min(seconds[6][1:])) / 24
+def sampling_of(number: int) -> SamplingParams:
+    return SamplingParams(max_tokens=number, stop_token_ids=[])
 
 
-def by_arithmetic(episodes: int = 64, turns: int = 10, mean: int = 128, most: int = 512) -> str:
-    """What is 3. above."""
-    rng, ratios = random.Random(0), []
-    for _ in range(100):
-        lengths = [
-            [min(most, 1 + int(rng.expovariate(1 / mean))) for _ in range(turns)]
-            for _ in range(episodes)
-        ]
-        waiting = sum(map(max, zip(*lengths)))
-        ratios.append(max(map(sum, lengths)) / waiting)
-    ratio = statistics.mean(ratios)
-    shape = f"{episodes} episodes of {turns} turns, {mean} tokens an answer and {most} at most"
-    return f"{shape}: {ratio:.2f} of the steps, by arithmetic."
+def engine_of() -> VllmEngine:
+    """vLLM with the tiny model, which ends no answer by itself."""
+    engine = VllmEngine(str(MODEL), [], Args(RunArgs(engine_memory=1)))
+    engine.load(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())
+    ours = engine.sampling
+
+    def endless(sampling):
+        params = ours(sampling)
+        params.ignore_eos = True
+        return params
+
+    engine.sampling = endless
+    step, engine.steps = engine.llm.llm_engine.step, 0
+
+    def counted():
+        engine.steps += 1
+        return step()
+
+    engine.llm.llm_engine.step = counted
+    return engine
+
+
+def coroutines(engine, episodes: list[list[Turn]], delay: float) -> int:
+    """Play all episodes, side by side; the tokens that were sampled."""
+
+    async def play(number: int) -> int:
+        context, sampled = [3 + number % 4] * 60, 0
+        for turn in episodes[number]:
+            ids, _ = await engine.sample(context, sampling_of(turn.answer))
+            sampled += len(ids)
+            await asyncio.sleep(delay)
+            context = context + ids + turn.words
+        return sampled
+
+    async def rollout():
+        serving = asyncio.ensure_future(engine.serve())
+        sampled = await asyncio.gather(*map(play, range(len(episodes))))
+        serving.cancel()
+        return sum(sampled)
+
+    return asyncio.run(rollout())
+
+
+def rounds(engine, episodes: list[list[Turn]], delay: float) -> int:
+    """The same in rounds."""
+    contexts, sampled = [[3 + number % 4] * 60 for number in range(len(episodes))], 0
+    for turn in range(max(map(len, episodes))):
+        playing = [number for number, turns in enumerate(episodes) if turn < len(turns)]
+        prompts = [{"prompt_token_ids": contexts[number]} for number in playing]
+        params = [engine.sampling(sampling_of(episodes[number][turn].answer)) for number in playing]
+        outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+        for number, output in zip(playing, outputs):
+            ids, places = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+            _ = [place[token].logprob for token, place in zip(ids, places)]
+            sampled += len(ids)
+            contexts[number] = contexts[number] + ids + episodes[number][turn].words
+        time.sleep(delay)  # all worlds take their time at once
+    return sampled
+
+
+def measure(engine, kind: str, delay: float, seeds: int, repeats: int) -> str:
+    """A row of the table."""
+    ratios, seconds = [], {coroutines: [], rounds: []}
+    processor, steps = ({coroutines: 0.0, rounds: 0.0} for _ in range(2))
+    for seed in tqdm(range(seeds), f"{kind}, {delay} s", leave=False, disable=None):
+        episodes = plan(kind, seed)
+        tokens = sum(turn.answer for turns in episodes for turn in turns)
+        for repeat in range(repeats + 1):
+            for play in (coroutines, rounds) if repeat % 2 else (rounds, coroutines):
+                engine.llm.reset_prefix_cache()
+                begin, used, engine.steps = time.perf_counter(), time.process_time(), 0
+                sampled = play(engine, episodes, delay)
+                took, used = time.perf_counter() - begin, time.process_time() - used
+                if sampled != tokens:
+                    raise RuntimeError(f"{sampled} tokens where {tokens} are due")
+                if repeat:  # the first one warms up
+                    seconds[play].append(took)
+                    processor[play] += used
+                    steps[play] += engine.steps
+            if repeat:
+                ratios.append(seconds[coroutines][-1] / seconds[rounds][-1])
+    medians = [f"{statistics.median(seconds[play]):.2f}" for play in (rounds, coroutines)]
+    spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    others = [f"{each[coroutines] / each[rounds]:.2f}" for each in (processor, steps)]
+    cells = [kind, f"{1000 * delay:.0f} ms", *medians, spread, *others, f"at most {GOALS[kind]}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="Measured repetitions (default: 7).")
-    parser.add_argument("--place", type=Path, default=Path("runs/throughput"), help="Recordings.")
-    args = parser.parse_args()
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--seeds", type=int, default=3, help="Plans of each kind (default: 3).")
+    parser.add_argument("--repeats", type=int, default=3, help="Of each plan (default: 3).")
+    given = parser.parse_args()
 
     torch.manual_seed(0)
-    cores = len(os.sched_getaffinity(0))
-    parts = [f"`python benchmarks/engine_steps.py --rounds {args.rounds}`, {cores} core(s)"]
-    for part in (lambda: compare(args.rounds, args.place), step_costs, by_arithmetic):
-        parts.append(part())
-        print(parts[-1])
-    (Path(__file__).parent / "results" / "engine-steps.md").write_text("\n\n".join(parts) + "\n")
+    engine = engine_of()
+    command = f"`python benchmarks/engine_steps.py --seeds {given.seeds} --repeats {given.repeats}`"
+    lines = [
+        f"{command}, {len(os.sched_getaffinity(0))} core(s), vLLM on a CPU, the tiny model",
+        "",
+    ]
+    lines.append(
+        "| answers | world | rounds [s] | coroutines [s] | ratio | processor | steps | goal |"
+    )
+    lines.append("|---|---|---|---|---|---|---|---|")
+    print("\n".join(lines))
+    for kind in GOALS:
+        for delay in (0.0, 0.1):
+            lines.append(measure(engine, kind, delay, given.seeds, given.repeats))
+            print(lines[-1], flush=True)
+    (Path(__file__).parent / "results" / "engine-steps.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

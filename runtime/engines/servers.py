@@ -362,11 +362,8 @@ class ServerEngine:
         """Have the servers take the weights, and forget the adapters of those before."""
         before = [(s, s.weights.adapter) for s in self.servers if s.weights and s.weights.adapter]
         async with self.connected():
-            try:
-                await self.ready()
-            finally:
-                for server, adapter in before:
-                    await server.forget(adapter)
+            await self.ready()
+            await asyncio.gather(*(server.forget(adapter) for server, adapter in before))
 
     async def ready(self) -> None:
         """Wait until a server has the policy's weights; others are asked once. Raises
