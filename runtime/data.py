@@ -15,6 +15,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+FEW = 4  # sequences that go in one pass, with padding
+
 # ------------ token ids, with pictures among them ------------
 
 Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
@@ -210,10 +212,10 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
 
 def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
     """Sequences of similar length together, none a fifth shorter than the longest, at most `budget`
-    tokens with their padding, or one sequence. Few ones go together whatever their length: a pass
-    of its own costs more than padding."""
-    if len(sequences) * max((len(s.ids) for s in sequences), default=0) <= budget // 4:
-        return [sequences] if sequences else []
+    tokens with their padding, or one sequence. A few go together whatever their length: a pass of
+    its own costs more than padding."""
+    if 0 < len(sequences) <= FEW and len(sequences) * max(len(s.ids) for s in sequences) <= budget:
+        return [sequences]
     packs: list[list[Sequence]] = []
     for sequence in sorted(sequences, key=lambda s: -len(s.ids)):
         longest = len(packs[-1][0].ids) if packs else 0
