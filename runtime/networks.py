@@ -117,10 +117,13 @@ class Network:
     def activate(self):
         """The model, computing as this network does and training its parameters alone."""
         compute_with(self.model, self.adapters)
-        if self.plain.trains != self.name and not fsdp.is_sharded(self.plain):
-            self.plain.trains = self.name
-            self.model.requires_grad_(False)
-            for parameter in self.trained:
+        if self.plain.trains != self.name:
+            self.plain.trains, trained = self.name, self.trained
+            if fsdp.is_sharded(self.plain):  # all that trains does so always; peft has changed it
+                trained = [p for name, p in self.plain.named_parameters() if ".lora_" in name]
+            else:
+                self.model.requires_grad_(False)
+            for parameter in trained:
                 parameter.requires_grad_(True)
         return self.model
 

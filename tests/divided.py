@@ -142,6 +142,7 @@ def networks_of(module, build, path: Path) -> dict:
     from runtime.networks import Network
 
     networks = {"policy": Network("policy", build(0))}
+    torch.manual_seed(0)  # as a run does: adapters begin the same in all processes
     if hasattr(module, "cross_entropy_update"):
         networks["prm"] = networks["policy"].initial().with_adapter("prm", module.lora(4))
     elif hasattr(module, "draw"):
