@@ -66,14 +66,18 @@ class Setting:
     tokens: int  # of a micro-batch
     action_share: float = 0.25  # of its tokens, those that the agent wrote
     lora_rank: int = 0  # of the policy; 0: all weights train
-    prm_rank: int = 0  # of the PRM's adapter (the critic's); 0: there is none
-    prm_copy: bool = False  # the PRM is a full copy that trains (--prm-lora-rank 0)
-    follows: bool = False  # the PRM's adapter stands on the policy's own weights
-    own_base: bool = False  # that adapter has a frozen model of its own also where the policy's is
+    prm_rank: int = 0  # of the PRM's adapter, or of the critic's; 0: there is none
+    prm_copy: bool = False  # the PRM is a copy of the policy, or of its adapter if it has one
+    own_base: int = 0  # bytes of a weight of a model that is not the policy's; 16: it trains
     dtype: str = "bfloat16"
     recompute: bool = False  # --gradient-checkpointing
     cards: int = 1  # that share a policy which is trained whole (FSDP)
     engine_share: float = 0.4  # of a card, the engine's while it samples; 0: it is elsewhere
+
+    @property
+    def second_rank(self) -> int:
+        """Of the adapter beside the policy's own."""
+        return self.lora_rank if self.prm_copy else self.prm_rank
 
     @property
     def number(self) -> int:
@@ -101,20 +105,15 @@ def shape_of(config) -> Shape | None:
 
 def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float]:
     """Bytes at the peak of an iteration, by what they are for. Weights that train have four float32
-    numbers each (value, gradient, two moments), frozen ones one of --dtype. An adapter beside a
-    policy that trains whole has a frozen float32 base, if it does not stand on the policy. gpu:
-    else the matrix library has buffers, measured to be about as large as the largest matrix."""
+    numbers each (value, gradient, two moments), frozen ones one of --dtype. gpu: else the matrix
+    library has buffers, measured to be about as large as the largest matrix."""
     adapted = bool(setting.lora_rank)
     policy = 16 * shape.dense / setting.cards
     if adapted:
         policy = setting.number * shape.dense + 16 * shape.adapter * setting.lora_rank
-    prm = 16 * shape.adapter * setting.prm_rank
-    if setting.prm_copy:
+    prm = 16 * shape.adapter * setting.second_rank + setting.own_base * shape.dense
+    if setting.prm_copy and not adapted:
         prm = 16 * shape.dense / setting.cards
-    if setting.prm_rank and not adapted and not setting.follows:
-        prm += 4 * shape.dense
-    if setting.prm_rank and adapted and setting.own_base:
-        prm += setting.number * shape.dense
 
     gathered = 0.0
     if setting.cards > 1:  # a layer and the next one, and what belongs to none; with gradients
@@ -172,30 +171,26 @@ def checkpoint_size(shape: Shape, setting: Setting) -> float:
     policy = shape.dense * (setting.number + 12)
     if setting.lora_rank:
         policy = 16 * shape.adapter * setting.lora_rank
-    prm = shape.dense * (setting.number + 12) if setting.prm_copy else 0
-    return policy + prm + 16 * shape.adapter * setting.prm_rank
+    whole = setting.own_base == 16 or setting.prm_copy and not setting.lora_rank
+    prm = shape.dense * (setting.number + 12) if whole else 16 * shape.adapter * setting.second_rank
+    return policy + prm
 
 
 def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int = 1) -> Setting | None:
     """The setting that fits the memory [bytes] and changes least: gradient checkpointing, fewer
-    tokens at a time (not fewer than the longest sequence has), then an adapter for the PRM, then
-    one for the policy, then more cards. None where none does."""
+    tokens at a time (not fewer than the longest sequence has), then an adapter for the policy, then
+    more cards. None where none does."""
     smaller = [n for n in SMALLER if longest <= n < setting.tokens]
     trained = [dict(cards=setting.cards, lora_rank=setting.lora_rank)]
     if not setting.lora_rank:
         trained.append(dict(cards=1, lora_rank=FEWER))
         if gpu and setting.cards < MORE:
             trained.append(dict(cards=MORE, lora_rank=0))
-    prms = [{}]
-    if setting.prm_copy:
-        prms.append(dict(prm_copy=False, prm_rank=FEWER, follows=True))
     recomputes = (False, True) if not setting.recompute else (True,)
-    for who, prm, tokens, recompute in itertools.product(
-        trained, prms, [setting.tokens, *smaller], recomputes
+    for who, tokens, recompute in itertools.product(
+        trained, [setting.tokens, *smaller], recomputes
     ):
-        other = replace(setting, tokens=tokens, recompute=recompute, **who, **prm)
-        if other.lora_rank and other.prm_copy and other.dtype != "float32":
-            continue  # Run.load_adapter refuses it
+        other = replace(setting, tokens=tokens, recompute=recompute, **who)
         if needed(shape, other, gpu) <= memory:
             return other
     return None
@@ -208,8 +203,6 @@ def flags_for(setting: Setting, before: Setting) -> str:
         flags.append("--gradient-checkpointing")
     if setting.tokens != before.tokens:
         flags.append(f"--micro-batch-tokens {setting.tokens}")
-    if setting.prm_rank != before.prm_rank:
-        flags.append(f"--prm-lora-rank {setting.prm_rank}")
     if setting.lora_rank != before.lora_rank:
         flags.append(f"--policy-lora-rank {setting.lora_rank}")
     if setting.cards != before.cards:
@@ -223,17 +216,22 @@ def flags_for(setting: Setting, before: Setting) -> str:
 def setting_of(args, cards: int) -> Setting:
     """What a script's flags say; cards: that share the policy."""
     run_args = args.run_args
-    ranks = [getattr(args, name, None) for name in ("prm_lora_rank", "critic_lora_rank")]
+    rank = getattr(args, "prm_lora_rank", getattr(args, "critic_lora_rank", 0))
+    copied = hasattr(args, "prm_learning_rate") and not rank
+    own_base = 0  # an adapter of iStar's stands on the policy
+    if hasattr(args, "critic_lora_rank"):
+        own_base = (2 if run_args.dtype == "bfloat16" else 4) if rank else 16
+    elif hasattr(args, "prm_score") and not args.policy_lora_rank:  # PRIME's: on a float32 copy
+        own_base = 4
     episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
     longest = args.max_context_tokens
     return Setting(
         tokens=min(max(run_args.micro_batch_tokens, longest), episodes * longest),
         action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
         lora_rank=args.policy_lora_rank,
-        prm_rank=max(rank or 0 for rank in ranks),
-        prm_copy=0 in ranks,
-        follows=getattr(args, "prm_follows", False),
-        own_base=bool(ranks[1]),
+        prm_rank=rank,
+        prm_copy=copied,
+        own_base=own_base,
         dtype=run_args.dtype,
         recompute=run_args.gradient_checkpointing,
         cards=cards,

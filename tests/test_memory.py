@@ -5,7 +5,6 @@ import os
 from dataclasses import replace
 
 import runtime.memory
-from runtime.saving.checkpoints import REPLAY
 from runtime.memory import (
     GIB,
     Setting,
@@ -16,14 +15,15 @@ from runtime.memory import (
     kept_by_layer,
     needed,
     predict,
+    setting_of,
     shape_of,
     tell_if_too_much,
 )
-from runtime.networks import add_adapter, recompute_layers, trainable
+from runtime.networks import add_adapter, recompute_layers
 
 import pytest
 import torch
-from conftest import default_model, load, run_main
+from conftest import default_model, load, network, run_main
 from test_gradient_checkpointing import kept_for_backward
 from test_scripts import rows, small
 from transformers import (
@@ -58,8 +58,8 @@ def test_weights_are_counted():
     for model in models():
         shape, count = shape_of(model.config), sum(p.numel() for p in model.parameters())
         assert 0.99 * count < shape.dense <= count
-        adapted = add_adapter(model, "policy", 8)
-        assert 8 * shape.adapter == sum(p.numel() for p in trainable(adapted))
+        adapted = add_adapter(model, "policy", load("rloo_sokoban").lora(8))
+        assert 8 * shape.adapter == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
 def test_what_a_backward_pass_keeps_is_counted():
@@ -91,9 +91,56 @@ def test_less_is_needed_with_each_flag_that_is_for_it():
     assert need[0] > need[1] > need[2] and need[3] < need[0]
     assert need[0] > 16 * QWEN_7B.dense > 4 * 28 * GIB
     without = predict(QWEN_7B, Setting(8192))
-    assert predict(QWEN_7B, whole)["PRM"] > 4 * QWEN_7B.dense and without["PRM"] == 0
-    critic = Setting(8192, lora_rank=64, prm_rank=16, own_base=True)
-    assert predict(QWEN_7B, critic)["PRM"] > 2 * QWEN_7B.dense
+    assert predict(QWEN_7B, whole)["PRM"] == 16 * 16 * QWEN_7B.adapter and without["PRM"] == 0
+
+
+DENSE, RANK = QWEN_7B.dense, QWEN_7B.adapter
+
+
+@pytest.mark.parametrize(
+    "script, changes, expected",
+    [
+        ("rloo_sokoban", {}, 0),
+        ("istar_sokoban", {}, 16 * 16 * RANK),  # an adapter on the policy
+        ("istar_sokoban", dict(policy_lora_rank=4, prm_lora_rank=8), 16 * 8 * RANK),
+        ("istar_paper_sokoban", {}, 16 * DENSE),  # a full copy
+        ("istar_paper_sokoban", dict(policy_lora_rank=4), 16 * 4 * RANK),  # of the adapter
+        ("istar_webshop_ablations", dict(prm_lora_rank=0), 16 * DENSE),
+        ("prime_webshop", {}, 16 * 16 * RANK + 4 * DENSE),  # on a copy of the initial policy
+        ("prime_webshop", dict(policy_lora_rank=4), 16 * 16 * RANK),  # on the policy's base
+        ("ppo_webshop", {}, 16 * 16 * RANK + 2 * DENSE),  # on a model of its own, read in --dtype
+        ("ppo_webshop", dict(policy_lora_rank=4), 16 * 16 * RANK + 2 * DENSE),
+        ("ppo_webshop", dict(critic_lora_rank=0), 16 * DENSE),
+    ],
+)
+def test_what_stands_beside_the_policy_is_counted(script, changes, expected):
+    args = load(script).Args(**changes)
+    args.run_args.dtype = "bfloat16"
+    assert predict(QWEN_7B, setting_of(args, 1))["PRM"] == expected
+
+
+@pytest.mark.parametrize("script", ["istar_sokoban", "istar_paper_sokoban", "prime_webshop"])
+@pytest.mark.parametrize("rank", (0, 4))
+def test_no_more_weights_are_there_than_were_counted(script, rank):
+    """Of the networks that a script makes: weights x bytes, moments and gradients of what trains;
+    norms, which are left out, are less than a hundredth."""
+    module, args = load(script), load(script).Args(policy_lora_rank=rank)
+    model = next(models())
+    shape = shape_of(model.config)
+    if rank:
+        model = add_adapter(model, "policy", module.lora(rank))
+    policy = network(model)
+    if script == "prime_webshop":
+        prm = policy.initial().with_adapter("prm", module.lora(args.prm_lora_rank))
+    elif script == "istar_sokoban":
+        prm = policy.with_adapter("prm", module.lora(args.prm_lora_rank))
+    else:
+        prm = policy.copy("prm")
+    weights = {id(p): p.numel() for each in (policy, prm) for p in each.model.parameters()}
+    trained = sum(p.numel() for each in (policy, prm) for p in each.trained)
+    parts = predict(shape, setting_of(args, 1))
+    counted = parts["policy"] + parts["PRM"]
+    assert counted == pytest.approx(4 * sum(weights.values()) + 12 * trained, rel=0.01)
 
 
 def test_the_engines_share_of_a_card_is_the_flags():
@@ -132,7 +179,7 @@ def test_what_is_proposed_fits_and_is_the_least_change(memory, tokens):
 
 
 def arguments(**changes):
-    args = load("istar_sokoban").Args(**changes)
+    args = load("istar_paper_sokoban").Args(**changes)
     args.run_args.dtype = "bfloat16"
     return args
 
@@ -151,9 +198,9 @@ def test_a_run_that_will_not_fit_is_told_with_flags_that_would(capsys, monkeypat
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("warning: memory: an iteration needs about ")
     assert "this card has 79.0" in said
-    assert "--gradient-checkpointing --prm-lora-rank 64 --policy-lora-rank 64 would need" in said
+    assert "--gradient-checkpointing --policy-lora-rank 64 would need" in said
 
-    args.policy_lora_rank = args.prm_lora_rank = 64
+    args.policy_lora_rank = 64
     args.run_args.gradient_checkpointing = True
     tell_if_too_much(config, args, 1, 79 * GIB)
     assert capsys.readouterr().out == ""
@@ -182,18 +229,16 @@ def test_a_run_says_it_before_anything_is_loaded(tmp_path, monkeypatch):
     assert done.stdout.count("warning: memory: an iteration needs about") == 1
 
 
-@pytest.mark.parametrize("rank, prm_rank", ((0, 16), (16, 16), (0, 0)))
-def test_the_size_of_a_checkpoint_is_predicted(rank, prm_rank, tmp_path):
+@pytest.mark.parametrize(
+    "script, rank", (("istar_sokoban", 0), ("istar_sokoban", 16), ("istar_paper_sokoban", 0))
+)
+def test_the_size_of_a_checkpoint_is_predicted(script, rank, tmp_path):
     """But for the tokenizer's files, JSON and the replay, which do not grow with the model."""
-    flags = [*small("istar_sokoban"), "--engine", "hf", "--iterations", 1, "--run-name", "run"]
-    flags += ["--policy-lora-rank", rank, "--prm-lora-rank", prm_rank]
-    run_main("istar_sokoban", *flags, cwd=tmp_path)
-    run, shape = (
-        tmp_path / "runs/run",
-        shape_of(Qwen3Config.from_pretrained(default_model("istar_sokoban"))),
-    )
+    flags = [*small(script), "--engine", "hf", "--iterations", 1, "--run-name", "run"]
+    run_main(script, *flags, "--policy-lora-rank", rank, cwd=tmp_path)
+    run, config = tmp_path / "runs/run", Qwen3Config.from_pretrained(default_model(script))
     files = (run / "checkpoints/000001").rglob("*.safetensors")
-    size = sum(path.stat().st_size for path in files if path.name != REPLAY)
-    setting = Setting(1, lora_rank=rank, prm_rank=prm_rank, prm_copy=not prm_rank, dtype="float32")
-    assert size == pytest.approx(checkpoint_size(shape, setting), rel=0.06)
+    size = sum(path.stat().st_size for path in files)
+    setting = setting_of(load(script).Args(policy_lora_rank=rank), 1)
+    assert size == pytest.approx(checkpoint_size(shape_of(config), setting), rel=0.06)
     assert len(rows(run)) == 2
