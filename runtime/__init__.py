@@ -1,35 +1,41 @@
-"""What keeps a run going and changes nothing that is learnt: the plumbing behind every script.
+"""What keeps a run going and decides nothing that is learnt: the plumbing behind every script.
 
-    flags.py          RunArgs, the flags of a run; the command line; refusing what cannot work
-    ranges.py         what a flag's value may be, declared beside the flag
-    run.py            Run: directory, rows, clock, seeds, evaluation and saving; clean ends
-    report.py         what episodes were like, the terminal's lines, curve.png
-    terminal.py       lines that stay, and text that cannot move the cursor
-    viewer.py         view.html, the run as a page; page/ has its frame, style and script
-    checkpoints.py    checkpoints that are whole or absent, and taking them up again
-    memory.py         what an iteration takes of memory, predicted; flags that would fit
-    tensors.py        safetensors files that are written tensor by tensor
-    provenance.py     what a result has to name: command, versions, hardware, hashes
-    files.py          JSON, JSON lines and files that are written whole
-    models.py         reading --model: all of its weights, its tokenizer and its chat template
-    networks.py       a model with its adapter and optimiser; log-probabilities of a micro-batch
-    batching.py       sequences of similar length in the memory of one micro-batch
-    engines.py        what samples: vLLM, or transformers
-    caches.py         keys and values of transformers' engine, which are not copied for every token
-    remote.py         what samples elsewhere: vLLM servers
-    server_extension.py   what such a server is started with, to take the policy's weights
-    pictures.py       from a PNG to what a vision tower made of it; its place in a sequence
-    vllm_pictures.py  vLLM reads pictures without torchvision
-    rounds.py         episodes side by side; worlds that fail
-    chat.py           the token layout of a conversation, from the tokenizer's template
-    processes.py      several processes: work divided, results together, FSDP
-    replay.py         the groups of episodes that a PRM learns from again
-    statistics.py     what the scripts log beside their losses, and how far a PRM is trusted
+    run.py  flags.py  data.py  networks.py  engines/__init__.py    what an algorithm takes: TAKEN
+    rollout.py  worlds.py  chat.py          episodes side by side, what worlds return, their tokens
+    engines/                                three ways to sample: vLLM, transformers, vLLM servers
+    distributed/                            several processes, and weights that are sharded (FSDP)
+    saving/                                 checkpoints, whole files, where a result comes from
+    view/                                   what a run says: terminal, curve.png, view.html, W&B
+    vision/                                 pictures, where a world shows them
+    checks.py  ranges.py  memory.py         what cannot work, said before anything is loaded
+    models.py  ending.py                    reading --model; ends in one line
 
 The scripts import this package before torch, because threads read their settings when torch begins.
 """
 
 import os
+
+# All that the scripts of algorithms import from here, and why none of it can change what is learnt.
+TAKEN = {
+    "Step": "a record of one answer and what the world said of it",
+    "Trajectory": "a record of one episode, by the ids that the engine saw and sampled",
+    "flatten": "the same records as tensors, in their order; nothing is left out or weighed",
+    "joined": "lists of token ids one after the other, with the pictures among them",
+    "micro_batches": "cuts a batch into parts that fit the memory; gradients add up over them",
+    "sum_per_step": "adds up the numbers of a step's tokens",
+    "SamplingParams": "holds what the script says about sampling, in vLLM's names",
+    "Flat": "spells the flags of a nested dataclass without a prefix",
+    "RunArgs": "flags of a run: engine, precision, evaluation, saving, logging",
+    "parse": "reads the command line into the script's own flags",
+    "Network": "a model, its adapters and the optimiser that the script gives it",
+    "action_logprobs": "log pi of the sampled tokens, by the model at the script's temperature",
+    "batch_logprobs": "the same of a whole batch, without a graph",
+    "over_batch": "any function of a micro-batch, of a whole batch, without a graph",
+    "sum_gradients": "adds up gradients over processes, as if there were one",
+    "Run": "directory, rows, clock, seeds, evaluation, checkpoints; calls the script's play",
+    "ends_cleanly": "tells in one line why a run ended",
+    "mean_of": "the mean of what is logged",
+}
 
 # Threads that wait stay awake for microseconds. Longer is slower beside other busy processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
