@@ -910,3 +910,28 @@ def test_policy_loss_gradient_stops_only_where_the_clip_binds(
     loss, _ = module.policy_loss(new, torch.zeros(1), torch.tensor([float(advantage)]), 0.2)
     (gradient,) = torch.autograd.grad(loss, new)
     assert gradient.sign().item() == expected
+
+
+# ------------ names ------------
+
+SIGNATURES = {
+    "play": "env engine chat task sampling args",
+    "preference_pairs": "outcomes group",
+    "dpo_loss": "margins",
+    "step_rewards": "prm_logprobs old_logprobs beta",
+    "rloo_advantages": "outcomes group",
+    "grpo_advantages": "outcomes group",
+    "reinforce_pp_advantages": "outcomes group step_traj",
+    "policy_loss": "logprobs old_logprobs advantages clip",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_name_is_called_alike_in_every_script(name):
+    """What comes behind these has a default."""
+    given = SIGNATURES[name].split()
+    for script in scripts_with(name):
+        parameters = inspect.signature(getattr(load(script), name)).parameters
+        assert [*parameters][: len(given)] == given, script
+        behind = [*parameters.values()][len(given) :]
+        assert all(p.default is not p.empty for p in behind), script
