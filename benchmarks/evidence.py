@@ -11,10 +11,12 @@ did since their last checkpoints. A run that fails is named at the end, and the 
 Two of these commands can go beside each other if each has an --out of its own.
 
 A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
-evaluations, and the score of each task of the panel before and after training. --table makes all
-else of these rows: the sections of docs/results.md between marks, and a picture of each study. The
-tables and pictures of Crossings are made with them, from the rows of benchmarks/credit.py. Scores
-are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
+evaluations, and the score of each task of the panel before and after training. A study whose flags
+the scripts no longer have names the commit that has them; its rows stay, and it is not run. --table
+makes all else of these rows: the sections of docs/results.md between marks, and a picture of each
+study. The tables and pictures of Crossings are made with them, from the rows of
+benchmarks/credit.py. Scores are success, in SOTOPIA the goal score (0 to 10), by the last
+evaluation.
 """
 
 import argparse
@@ -37,8 +39,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import credit
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
-from runtime.saving.files import append, replace_file, rows_of, to_json
 from runtime.ranges import NAME as LONGEST
+from runtime.saving.files import append, replace_file, rows_of, to_json
 from sweeps.run import Job, Runner, half_width
 
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
@@ -79,6 +81,7 @@ class Study(NamedTuple):
     commands: list[str]
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     level: float | None = None  # a score, for the cost of reaching it
+    commit: str = ""  # whose scripts have its flags; empty: today's have
 
 
 def over(flag: str, *values) -> list[str]:
@@ -160,7 +163,7 @@ STUDIES = {
         [f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT, " --pair-margin 0.1")]
     ),
     "alpha-beta-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in GRID], (1, 2, 3)),
-    "ratios-webshop": Study(RATIOS),
+    "ratios-webshop": Study(RATIOS, commit="e16dea9"),
 }
 # Minutes of 80 iterations on one core, where no run has told yet: of iStar, of the others
 EXPECTED = {"sokoban": (10, 9), "webshop": (28, 17), "sotopia": (8, 5), "visual_sokoban": (50, 35)}
@@ -464,7 +467,7 @@ def tuning_table(found: list[Runs]) -> str:
         own.sort(key=lambda runs: -runs.areas()[0])
         tried += [[f"`{r.label}`", f"{r.areas()[0]:.3f}", f"{r.scores()[0]:.3f}"] for r in own]
         source = (ROOT / script).read_text()
-        rate = float(re.search(r"^    learning_rate: Rate = (\S+)", source, re.MULTILINE)[1])
+        rate = float(re.search(r"^    learning_rate: float = (\S+)", source, re.MULTILINE)[1])
         for default in (runs for runs in own if runs.label == f"{script} --learning-rate {rate:g}"):
             (ours,), (theirs,) = own[0].panel("after"), default.panel("after")
             gaps = [a - b for a, b in zip(ours, theirs)]
@@ -783,8 +786,13 @@ def main() -> None:
     if not 1 <= args.jobs <= cores:
         sys.exit(f"--jobs {args.jobs}: from 1 to {cores}, the cores that there are")
 
+    older = {
+        name: f"{name}: its flags are those of commit {study.commit}, and it is not run by others"
+        for name, study in STUDIES.items()
+        if study.commit
+    }
     if args.plan:
-        print(plan_table(stored_rows(ROWS)))
+        print("\n".join([plan_table(stored_rows(ROWS)), "", *older.values()]))
     elif args.table:
         rows = stored_rows(ROWS)
         replace_file(PAGE, page(PAGE.read_text(), rows))
@@ -796,7 +804,10 @@ def main() -> None:
         for name in CROSSINGS:
             credit.write_results(name, crossings(name))
     else:
-        run(args.studies or [*STUDIES], args.jobs, args.out.resolve(), ROWS, args.only)
+        if asked := [name for name in args.studies if name in older]:
+            sys.exit(older[asked[0]])
+        studies = args.studies or [name for name in STUDIES if name not in older]
+        run(studies, args.jobs, args.out.resolve(), ROWS, args.only)
 
 
 if __name__ == "__main__":
