@@ -49,12 +49,12 @@ class Args:
     max_context_tokens: int = 3072  # Longest context [tokens]; an episode that outgrows it ends.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 80  # Iterations; each is a rollout and an update.
+    iterations: int = 80  # Iterations; each is a rollout and the updates on it.
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task, which are compared (paper: G = 8).
+    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
-    lr_halving: float = 40.0  # The rate is lr / (1 + t / lr_halving) at iteration t; inf: constant.
+    lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the groups.
     max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
     policy_lora_rank: int = 0  # Rank of the policy's own adapter; 0: all its parameters train.
@@ -65,14 +65,14 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run side by side: while this one awaits the engine, others go on."""
+    """One episode. All run concurrently: while this one awaits the engine, others go on."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
     t = Trajectory(task)
 
     for _ in range(args.max_steps):
-        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; [-0:] is all of them
+        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; history 0: all turns
         if len(context) + args.max_action_tokens > args.max_context_tokens:
             t.truncated = True
             break
@@ -92,7 +92,7 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
 
 
 def optimizer_step(network: Network, args) -> float:
-    """Follow the gradient, scaled down to --max-grad-norm; its norm before."""
+    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
     if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
@@ -111,7 +111,7 @@ def lora(rank: int) -> LoraConfig | None:
 def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
     make none. outcomes [N], group [N]."""
-    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] float32: 0.3 - 0.2
+    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] 1e-5: rounding
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
@@ -183,7 +183,7 @@ def update_statistics(losses: list[float], margins: list, log_ratios: list) -> d
     return stats
 
 
-@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or gradients that are not finite end in one line
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     env = WebShop.from_args(args)
@@ -191,7 +191,7 @@ def main():
 
     # ------------ Models ------------
     model, engine, chat = run.load_policy(lora(args.policy_lora_rank))
-    policy = Network("policy", model)  # the transformers model; the engine is vLLM, or the same
+    policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
     sampling = SamplingParams(

@@ -55,17 +55,17 @@ class Args:
     max_context_tokens: int = 3072  # Longest context [tokens]; an episode that outgrows it ends.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 80  # Iterations; each is a rollout and an update.
+    iterations: int = 80  # Iterations; each is a rollout and the updates on it.
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task, which are compared (paper: G = 8).
+    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
-    lr_halving: float = 40.0  # The rate is lr / (1 + t / lr_halving) at iteration t; inf: constant.
+    lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
     clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
-    engine_cap: float = 2.0  # Cap on pi_old by the trainer / pi_old by the engine, which weighs A.
+    engine_cap: float = 2.0  # Cap on A's weight, pi_old by the trainer / pi_old by the engine.
     policy_lora_rank: int = 0  # Rank of the policy's own adapter; 0: all its parameters train.
 
     step_weight: float = 1.0  # Weight w of the step advantage A^S; 0: GRPO.
@@ -74,14 +74,14 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run side by side: while this one awaits the engine, others go on."""
+    """One episode. All run concurrently: while this one awaits the engine, others go on."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
     t = Trajectory(task)
 
     for _ in range(args.max_steps):
-        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; [-0:] is all of them
+        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; history 0: all turns
         if len(context) + args.max_action_tokens > args.max_context_tokens:
             t.truncated = True
             break
@@ -142,7 +142,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """Follow the gradient, scaled down to --max-grad-norm; its norm before."""
+    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
     if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
@@ -231,7 +231,7 @@ def anchor_statistics(anchor, step_adv) -> dict:
     }
 
 
-@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or gradients that are not finite end in one line
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     env = WebShop.from_args(args)
@@ -239,7 +239,7 @@ def main():
 
     # ------------ Models ------------
     model, engine, chat = run.load_policy(lora(args.policy_lora_rank))
-    policy = Network("policy", model)  # the transformers model; the engine is vLLM, or the same
+    policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
     sampling = SamplingParams(

@@ -23,6 +23,7 @@ istar_visual_sokoban.py is the same page with our changes; the diff of the two s
         --history 2 --learning-rate 5e-7 --prm-learning-rate 1e-6  # docs/paper.md: on eight cards
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Literal
@@ -52,19 +53,17 @@ class Args:
     max_context_tokens: int = 1280  # Longest context [tokens]; an episode that outgrows it ends.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 80  # Iterations; each is a rollout and an update.
+    iterations: int = 80  # Iterations; each is a rollout and the updates on it.
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task, which are compared (paper: G = 8).
+    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
-    lr_halving: float = float(
-        "inf"
-    )  # The rate is lr / (1 + t / lr_halving) at iteration t; inf: constant.
+    lr_halving: float = math.inf  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
     clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
     invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
-    engine_cap: float = 2.0  # Cap on pi_old by the trainer / pi_old by the engine, which weighs A.
+    engine_cap: float = 2.0  # Cap on A's weight, pi_old by the trainer / pi_old by the engine.
     policy_lora_rank: int = 0  # Rank of the policy's own adapter; 0: all its parameters train.
 
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # Estimator of A^E.
@@ -75,14 +74,14 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run side by side: while this one awaits the engine, others go on."""
+    """One episode. All run concurrently: while this one awaits the engine, others go on."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
     t = Trajectory(task)
 
     for _ in range(args.max_steps):
-        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; [-0:] is all of them
+        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; history 0: all turns
         if len(context) + args.max_action_tokens > args.max_context_tokens:
             t.truncated = True
             break
@@ -193,7 +192,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """Follow the gradient, scaled down to --max-grad-norm; its norm before."""
+    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
     if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
@@ -211,9 +210,10 @@ def lora(rank: int) -> LoraConfig | None:
 
 
 # === block: paper prm ===
-def preference_pairs(outcomes, group) -> list[tuple[int, int]]:
-    """Every (winner, loser) of a group; equal outcomes make none. outcomes [N], group [N]."""
-    better = outcomes[:, None] > outcomes[None, :] + 1e-5  # [N, N]
+def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
+    """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
+    make none. outcomes [N], group [N]."""
+    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] 1e-5: rounding
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 
@@ -239,9 +239,9 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
     """One optimiser step of trajectory DPO over all pairs. log_phi, log_old [S]: log pi_phi and
     log pi_old of each step's action.
 
-    The loss depends on the PRM through log_phi alone: by how much it changes with each of them is
-    the weight of that log-probability's gradient. Added up micro-batch by micro-batch, these are
-    the gradient of the loss, in the memory of one micro-batch."""
+    The loss depends on the PRM through log_phi alone: its derivative by each is the weight of that
+    log-probability's gradient. Added up micro-batch by micro-batch, these are the gradient of the
+    loss, in the memory of one micro-batch."""
     phi = log_phi.clone().requires_grad_()  # [S]
     margin = margins(step_rewards(phi, log_old, args.beta), batch.step_traj, pairs)  # [P]
     loss = dpo_loss(margin)
@@ -262,9 +262,9 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """What is logged of the credit, from A^E, the weighted A^S and the world's own progress of the
-    credited steps: the mean |A^S| over the mean |A^E|, and Pearson's correlation with progress,
-    which no algorithm sees (0 where nothing varies)."""
+    """Logged of steps with these A^E, weighted A^S and progress (the world's own), [s] each:
+    mean |A^S| over mean |A^E|, and Pearson's correlation of A^S with progress, which no algorithm
+    sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -272,7 +272,7 @@ def credit_statistics(episode_adv, step_adv, progress) -> dict:
     # === end block ===
 
 
-@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or gradients that are not finite end in one line
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     env = VisualSokoban.from_args(args)
@@ -280,7 +280,7 @@ def main():
 
     # ------------ Models ------------
     model, engine, chat = run.load_policy(lora(args.policy_lora_rank))
-    policy = Network("policy", model)  # the transformers model; the engine is vLLM, or the same
+    policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
     prm = policy.copy("prm")  # it starts as the policy: r_phi = 0

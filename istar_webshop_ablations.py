@@ -51,12 +51,12 @@ class Args:
     max_context_tokens: int = 3072  # Longest context [tokens]; an episode that outgrows it ends.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 80  # Iterations; each is a rollout and an update.
+    iterations: int = 80  # Iterations; each is a rollout and the updates on it.
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task, which are compared (paper: G = 8).
+    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
-    lr_halving: float = 40.0  # The rate is lr / (1 + t / lr_halving) at iteration t; inf: constant.
+    lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; a longer gradient is scaled down to it.
     clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
@@ -66,9 +66,11 @@ class Args:
     alpha: float = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
     beta: float = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05).
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
-    prm_lora_rank: int = 16  # Rank of the PRM's adapter; 0: a full copy (paper).
+    prm_lora_rank: int = field(default=16, metadata={"least": 0})
+    """Rank of the PRM's adapter; 0: a full copy (paper)."""
     prm_steps: int = 8  # PRM steps per iteration (paper: 1).
-    prm_replay: int = 256  # Past groups that the PRM learns from; 0: this iteration's (paper).
+    prm_replay: int = field(default=256, metadata={"least": 0})
+    """Latest groups that the PRM learns from; 0: this iteration's (paper)."""
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
     as_published: tuple[str, ...] = ()  # What is the paper's: skill, length, credit (see above).
@@ -82,14 +84,14 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run side by side: while this one awaits the engine, others go on."""
+    """One episode. All run concurrently: while this one awaits the engine, others go on."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
     t = Trajectory(task)
 
     for _ in range(args.max_steps):
-        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; [-0:] is all of them
+        context = joined([turns[0], *turns[1:][-args.history :]])  # o_1:t; history 0: all turns
         if len(context) + args.max_action_tokens > args.max_context_tokens:
             t.truncated = True
             break
@@ -184,7 +186,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """Follow the gradient, scaled down to --max-grad-norm; its norm before."""
+    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
     if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
@@ -231,9 +233,9 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 
 
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
-    """One optimiser step of trajectory DPO over all pairs of these episodes; what it learnt from.
+    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes; statistics.
 
-    The first pass gives the rewards and the slope of the loss by each. The second adds up slope x
+    The first pass gives the rewards and d loss / d each of them. The second adds up this slope *
     gradient of the log-probability: the loss's gradient, in the memory of one micro-batch."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group)
@@ -270,14 +272,14 @@ def best_and_worst(group: list[Trajectory]) -> list[Trajectory]:
 
 def skill(accuracies: list[float], window: int = 5) -> float:
     """How far the PRM's credit is trusted, 0 to 1: by how much better than chance it ranked the
-    pairs of the last iterations, each before it learnt from them. Missing iterations count as 0."""
+    pairs of the last iterations, before it learnt from them. The window is filled up with 0."""
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """What is logged of the credit, from A^E, the weighted A^S and the world's own progress of the
-    credited steps: the mean |A^S| over the mean |A^E|, and Pearson's correlation with progress,
-    which no algorithm sees (0 where nothing varies)."""
+    """Logged of steps with these A^E, weighted A^S and progress (the world's own), [s] each:
+    mean |A^S| over mean |A^E|, and Pearson's correlation of A^S with progress, which no algorithm
+    sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -302,7 +304,7 @@ def compared_with(batch, over: str) -> torch.Tensor:
     return group * int(lengths.max()) + turns
 
 
-@ends_cleanly  # Ctrl-C, SIGTERM, a full disk or gradients that are not finite end in one line
+@ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     per_token = args.step_reward == "token"
@@ -316,7 +318,7 @@ def main():
 
     # ------------ Models ------------
     model, engine, chat = run.load_policy(lora(args.policy_lora_rank))
-    policy = Network("policy", model)  # the transformers model; the engine is vLLM, or the same
+    policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
     prm = policy.copy("prm")  # it starts as the policy: r_phi = 0
@@ -326,8 +328,8 @@ def main():
     if finished_run:
         finished = run.load_frozen("step_reward")
         initial = policy.initial()
-    replay = []  # past groups that have a pair
-    accuracies = []  # of the PRM, on pairs that are new to it, by iteration
+    replay = []  # the latest groups that have a pair
+    accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
 
     sampling = SamplingParams(
         temperature=args.temperature,
@@ -385,7 +387,7 @@ def main():
             run.log("prm", mean_of(learnt))
         run.lap("prm")
 
-        # ------------ 4. Advantages: A = A^E + alpha * skill * A^S ------------
+        # ------------ 4. Advantages: A = A^E + alpha * skill * A^S - penalty ------------
         episode_adv = rloo_advantages(batch.outcomes, batch.group)[units.step_traj]  # [U]
         invalid = batch.invalid[batch.token_step] if per_token else batch.invalid  # [U]
         compared = compared_with(units, args.normalise_over)  # [U]
