@@ -201,7 +201,7 @@ def differences_of_main(all_scripts: list[Script]) -> list[str]:
     algorithms: dict[str, list[Script]] = {}
     for script in all_scripts:
         if "main" in script.definitions:
-            algorithms.setdefault(script.name.rpartition("_")[0], []).append(script)
+            algorithms.setdefault(algorithm_of(script.name), []).append(script)
 
     faults = []
     for holders in algorithms.values():
@@ -215,6 +215,11 @@ def differences_of_main(all_scripts: list[Script]) -> list[str]:
                 names = holders[usual].name, script.name
                 faults.append(diff(texts[usual], text, *(f"{name}: main" for name in names)))
     return faults
+
+
+def algorithm_of(name: str) -> str:
+    """rloo of rloo_visual_sokoban.py; an algorithm of one world has its world's name too."""
+    return name.rpartition("_")[0].removesuffix("_visual")
 
 
 def usual_of(texts: list[str]) -> int:
