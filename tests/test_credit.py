@@ -2,22 +2,18 @@
 weights, and PPO's published layout."""
 
 import json
+import random
 from types import SimpleNamespace
 
-from runtime.distributed import processes
-from runtime.flags import evaluation_tasks
-from runtime.networks import engine_weights
-from runtime.replay import Replay
-from runtime.statistics import pair_statistics, skill
+from runtime.checks import evaluation_tasks
+from runtime.data import Trajectory, sum_per_step
 
 import pytest
 import torch
-from conftest import default_model, load, read_model, run_main, scripts_with
+from conftest import default_model, load, read_model, run_main
 from peft import PeftModel
-from test_math import over_scripts
+from test_math import WITH_MARGIN, over_scripts
 from test_scripts import small
-
-ISTAR = [script for script in scripts_with("prm_update", "preference_pairs")]
 
 
 @pytest.fixture
@@ -37,7 +33,7 @@ TINY += "--eval-samples 1 --eval-every 9 --run-name it".split()
 # ------------ pairs ------------
 
 
-@over_scripts("preference_pairs")
+@pytest.mark.parametrize("module", WITH_MARGIN, indirect=True)
 def test_a_margin_of_a_point_is_the_same_between_any_two_points(module):
     """Outcomes are SOTOPIA's goals in tenths: in float32 0.3 - 0.2 is above 0.1, 0.5 - 0.4 not."""
     for points in range(10):
@@ -46,48 +42,99 @@ def test_a_margin_of_a_point_is_the_same_between_any_two_points(module):
         assert module.preference_pairs(outcomes, torch.tensor([0, 0]), 0.05) == [(1, 0)]
 
 
-@over_scripts("preference_pairs")
-def test_a_threshold_pairs_what_is_above_it_with_the_rest(module):
-    """SOTOPIA's goals 7, 6, 9, 2 in tenths; the paper's criterion: above 6 against the rest."""
-    outcomes, group = torch.tensor([0.7, 0.6, 0.9, 0.2]), torch.zeros(4, dtype=torch.long)
-    pairs = module.preference_pairs(outcomes, group, 0.1, 0.6)
-    assert pairs == [(0, 3), (2, 1), (2, 3)]  # 7 and 6 are a point apart, and 9 and 7 both win
-    assert module.preference_pairs(outcomes, group, 0.0, 0.6) == [(0, 1), (0, 3), (2, 1), (2, 3)]
-    assert module.preference_pairs(outcomes, group, 0.0, 0.95) == []
+def test_as_published_goals_above_6_win_against_the_rest():
+    """SOTOPIA's goals 7, 6, 9, 2 in tenths."""
+    pairs_of, group = load("istar_paper_sotopia").preference_pairs, torch.zeros(4, dtype=torch.long)
+    pairs = pairs_of(torch.tensor([0.7, 0.6, 0.9, 0.2]), group)
+    assert pairs == [(0, 1), (0, 3), (2, 1), (2, 3)]  # 7 and 9 both win
+    assert pairs_of(torch.tensor([0.6, 0.5, 0.3, 0.0]), group) == []
+    assert pairs_of(torch.tensor([0.7, 0.8, 0.9, 1.0]), group) == []
+
+
+# ------------ what the PRM learns from ------------
+
+
+def group_of(task: int, outcomes) -> list[Trajectory]:
+    return [Trajectory(task, outcome=outcome) for outcome in outcomes]
+
+
+@over_scripts("best_and_worst")
+def test_of_a_group_the_best_and_the_worst_are_drawn(module):
+    """Among equal outcomes by lot."""
+    group = group_of(1, (0.5, 0.0, 1.0, 0.5, 0.0, 1.0))
+    drawn = [module.best_and_worst(group) for _ in range(60)]
+    assert all([t.outcome for t in two] == [0.0, 1.0] for two in drawn)
+    assert len({id(t) for two in drawn for t in two}) == 4
+
+
+@over_scripts("draw")
+@pytest.mark.parametrize(
+    "steps, groups, sizes",
+    [(1, 9, [2]), (3, 9, [2, 2, 2]), (8, 9, [2] + [1] * 7), (2, 3, [2, 1]), (2, 0, [])],
+)
+def test_what_is_drawn_is_dealt_to_the_prms_steps(module, steps, groups, sizes):
+    """Two groups each, two episodes of each group, none twice; the same of a seed."""
+    args = SimpleNamespace(prm_steps=steps, prm_replay=99)
+    replay = [group_of(task, (0.0, 1.0, 0.5, 0.5)) for task in range(groups)]
+    seen, draws = set(), []
+    for seed in [*range(40), 0]:
+        random.seed(seed)
+        dealt = module.draw(replay, args)
+        draws.append([[t.task for t in part] for part in dealt])
+        assert [len(part) // 2 for part in dealt] == sizes
+        assert all(part[::2] == part[1::2] for part in draws[-1])
+        tasks = [task for part in draws[-1] for task in part[::2]]
+        assert len({*tasks}) == len(tasks)
+        seen |= {*tasks}
+    assert draws[0] == draws[-1] and seen == {*range(groups)}
+
+
+def test_without_a_replay_each_step_has_all_new_episodes():
+    module, replay = load("istar_webshop_ablations"), [group_of(1, (0.0, 1.0, 0.5))]
+    args = SimpleNamespace(prm_steps=3, prm_replay=0)
+    assert module.draw(replay, args) == [replay[0]] * 3
+    assert module.draw([], args) == []
+
+
+@pytest.mark.parametrize("most", (3, 99))
+def test_past_groups_with_a_pair_are_kept_whole_up_to_the_flag(tmp_path, most, monkeypatch):
+    """The last ones, and the pairs' outcomes of what is drawn differ."""
+    module, kept = load("istar_sokoban"), []
+    draw = module.draw
+
+    def noted(replay, args):
+        kept.append([[t.outcome for t in group] for group in replay])
+        return draw(replay, args)
+
+    monkeypatch.setattr(module, "draw", noted)
+    flags = [*TINY, "--iterations", 3, "--prm-replay", most, "--seed", 3]
+    run_main("istar_sokoban", *flags, cwd=tmp_path)
+    assert len(kept) == 3 and len(kept[-1]) > len(kept[0]) > 0
+    assert all(len(group) == 4 and len({*group}) > 1 for group in kept[-1])
+    if most == 3:
+        assert len(kept[-1]) == 3
+    else:
+        assert kept[-1][: len(kept[0])] == kept[0]
 
 
 # ------------ the PRM ------------
 
 
-def test_pairs_are_counted_and_ranked_by_their_sums():
-    """Ties count half: a PRM that has learnt nothing ranks nothing."""
-    batch = SimpleNamespace(step_traj=torch.tensor([0, 1, 1, 2, 2, 2]))
-    pairs = [(0, 1), (2, 0), (1, 2)]  # the winner is shorter, longer, shorter
-    rewards = torch.tensor([2.0, 1.0, 1.0, -1.0, 3.0, 9.0])  # right, wrong, a tie: by common steps
-    stats = pair_statistics(rewards, batch, pairs)
-    expected = {"pairs": 3, "pair_accuracy": 0.5, "length_accuracy": 2 / 3}
-    assert stats == pytest.approx(expected)
-    assert pair_statistics(torch.zeros(6), batch, pairs)["pair_accuracy"] == 0.5
-    nothing = {"pairs": 0, "pair_accuracy": None, "length_accuracy": None}
-    assert pair_statistics(rewards, batch, []) == nothing
-
-
+@over_scripts("skill")
 @pytest.mark.parametrize(
-    "accuracies, num_pairs, expected",
+    "accuracies, expected",
     [
-        ([], [], 0.0),
-        ([0] * 5, [0] * 5, 0.0),  # no pair in any iteration: nothing is known
-        ([0.5], [40], 0.0),
-        ([1.0], [3], 0.2),  # the first of five iterations
-        ([0.75, 0.75], [8, 8], 0.2),
-        ([0.75] * 5, [8] * 5, 0.5),
-        ([0.2, 0.4], [9, 9], 0.0),  # worse than chance is no skill turned round
-        ([1.0, 0.5, 0.5, 0.5, 0.5], [10, 30, 0, 0, 0], 0.25),  # they count as their pairs do
-        ([1.0, 0, 0, 0, 0], [10, 0, 0, 0, 0], 1.0),  # an iteration without a pair says nothing
+        ([], 0.0),
+        ([0.5], 0.0),
+        ([1.0], 0.2),  # the first of five iterations
+        ([0.75, 0.75], 0.2),
+        ([0.75] * 5, 0.5),
+        ([0.0] * 3 + [1.0] * 5, 1.0),  # only the last five count
+        ([0.2, 0.4], 0.0),  # worse than chance is no skill turned round
     ],
 )
-def test_skill_is_how_much_better_than_chance(accuracies, num_pairs, expected):
-    assert skill(accuracies, num_pairs) == pytest.approx(expected, abs=1e-12)
+def test_skill_is_how_much_better_than_chance(module, accuracies, expected):
+    assert module.skill(accuracies) == pytest.approx(expected, abs=1e-12)
 
 
 def test_steps_are_scored_and_pairs_ranked_before_the_prm_learns_from_them(tmp_path):
@@ -97,56 +144,46 @@ def test_steps_are_scored_and_pairs_ranked_before_the_prm_learns_from_them(tmp_p
     run_main("istar_sokoban", *TINY, *eager, "--seed", 3, cwd=tmp_path)
     _, first, second = rows(tmp_path)
     assert first["prm/pairs"] and first["prm/pair_accuracy"] == 0.5
-    assert first["prm/skill"] == first["prm/alpha"] == first["prm/reward_abs"] == 0
-    assert second["prm/reward_abs"] > 1e-2  # it has learnt something by now
+    assert first["prm/skill"] == first["prm/credit_share"] == 0
+    before, after = rewards_of(tmp_path, 1), rewards_of(tmp_path, 2)
+    assert not any(before) and max(map(abs, after)) > 1e-2  # it has learnt something by now
+    assert second["prm/pair_accuracy"] < 1
 
 
-FORMS = [
-    (),
-    ("--no-prm-follows",),
-    ("--prm-lora-rank", "4"),
-    ("--prm-lora-rank", "4", "--no-prm-follows"),
-]
+def rewards_of(home, iteration: int) -> list[float]:
+    """What each step of an iteration was rewarded with."""
+    (table,) = home.glob("runs/*/episodes.jsonl")
+    episodes = [e for e in map(json.loads, table.read_text().splitlines())]
+    episodes = [e for e in episodes if e["iteration"] == iteration]
+    return [step["implicit_reward"] for e in episodes for step in e["steps"]]
+
+
 LORA = ("--policy-lora-rank", "4")
-MOVED = (*FORMS, *((*LORA, *form) for form in FORMS))
 STILL = "--dtype bfloat16 --learning-rate 0 --prm-learning-rate 0".split()
+ALIKE = [("istar_sokoban", ()), ("istar_sokoban", LORA), ("istar_paper_sokoban", ())]
+ALIKE += [("istar_paper_sokoban", LORA), ("prime_webshop", ()), ("prime_webshop", LORA)]
 
 
-@pytest.mark.parametrize("script", ["istar_sokoban", "prime_webshop"])
-def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, monkeypatch, script):
+@pytest.mark.parametrize("script, form", ALIKE, ids=str)
+def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, script, form):
     """Nothing learns, and nothing may differ: the policy's weights and the PRM's are of one
-    precision, and would be divided between cards in one. A full copy beside a LoRA policy, whose
-    base is bfloat16, is refused."""
-    divided = []
-    monkeypatch.setattr(processes, "shard", lambda model, *dtype: divided.append(dtype) or model)
-    forms = [FORMS[0], (*LORA, *FORMS[2])]
-    if script.startswith("istar_"):
-        forms = [*FORMS, *((*LORA, *form) for form in FORMS[2:])]
-    for number, form in enumerate(forms):
-        home = tmp_path / str(number)
-        home.mkdir()
-        run_main(script, *TINY, *STILL, *form, cwd=home)
-        for row in rows(home)[1:]:
-            rewarded = row.get("prm/reward_abs", row.get("prm/process_std"))
-            assert rewarded < 1e-5, form  # two precisions: 0.03
-    assert {*divided} == {("bfloat16",)}
-    if script.startswith("istar_"):  # PRIME's is always an adapter
-        refused = run_main(script, *TINY[:-2], *STILL, *LORA, check=False, cwd=home)
-        assert "--prm-lora-rank 0: a full copy is float32 and the LoRA policy's" in refused.stderr
-        assert "--prm-lora-rank 16" in refused.stderr
+    precision."""
+    run_main(script, *TINY, "--iterations", 1, *STILL, *form, cwd=tmp_path)
+    assert max(map(abs, rewards_of(tmp_path, 1))) < 1e-5  # two precisions: 0.03
 
 
-def test_in_self_chat_the_prm_draws_as_many_groups_as_an_iteration_has(tmp_path, monkeypatch):
-    """Each of the 4 tasks has two of them: one of the first speakers, one of the second."""
-    numbers, draw = [], Replay.draw
-
-    def noted(replay, number, parts):
-        numbers.append(number)
-        return draw(replay, number, parts)
-
-    monkeypatch.setattr(Replay, "draw", noted)
-    run_main("istar_sotopia", *TINY, "--partner", "self", "--max-steps", 4, cwd=tmp_path)
-    assert numbers == [8, 8]
+@pytest.mark.parametrize("script, form", ALIKE[:3], ids=str)
+def test_what_a_prm_rewards_when_only_the_policy_has_moved(tmp_path, script, form):
+    """An adapter on the policy that has learnt nothing: nothing. A copy, as published, stays
+    behind: what the policy learnt is its reward."""
+    flags = ["--prm-learning-rate", "0", "--learning-rate", "0.01", "--seed", "3"]
+    run_main(script, *TINY, *flags, *form, cwd=tmp_path)
+    first, second = (max(map(abs, rewards_of(tmp_path, n))) for n in (1, 2))
+    assert first < 1e-6 and rows(tmp_path)[1]["policy/grad_norm"] > 0
+    if script == "istar_paper_sokoban":
+        assert second > 1e-3
+    else:  # a product with the sum of two matrices is not quite the sum of two products
+        assert second < (1e-4 if form else 1e-6)
 
 
 @pytest.mark.parametrize("form", [(), LORA], ids=" ".join)
@@ -161,7 +198,7 @@ def test_primes_rewards_are_of_its_prm_against_the_initial_model(tmp_path, monke
 
     monkeypatch.setattr(module, "flatten", flatten)
     flags = ["--prm-learning-rate", "0.01", "--prm-score", "after", "--temperature", "1.3"]
-    flags += ["--learning-rate", "0.01", "--beta", "0.5"]
+    flags += ["--learning-rate", "0.01", "--beta", "0.5", "--max-steps", 5]
     run_main("prime_webshop", *TINY, *flags, *form, cwd=tmp_path)
     run = tmp_path / "runs" / "it"
 
@@ -171,47 +208,28 @@ def test_primes_rewards_are_of_its_prm_against_the_initial_model(tmp_path, monke
             with torch.no_grad():
                 logits = model(sequence.ids[None]).logits[0, :-1] / 1.3
             of_ids = logits.log_softmax(-1).gather(1, sequence.ids[1:, None])[:, 0]
-            of_tokens[sequence.tokens] = of_ids[sequence.steps[1:] >= 0]
+            of_tokens[sequence.tokens] = of_ids[sequence.is_action[1:]]
         return of_tokens
 
     initial = read_model(default_model("prime_webshop"))
     reference = logprobs(initial)
     gaps = logprobs(PeftModel.from_pretrained(initial, run / "prm")) - reference
-    expected = 0.5 * module.sum_per_step(gaps, seen[-1])
-    lines = (run / "episodes.jsonl").read_text().splitlines()
-    episodes = [e for e in map(json.loads, lines) if e["iteration"] == 2]
-    rewards = [step["implicit_reward"] for e in episodes for step in e["steps"]]
+    expected = 0.5 * sum_per_step(gaps, seen[-1])
+    rewards = rewards_of(tmp_path, 2)
     torch.testing.assert_close(torch.tensor(rewards), expected, rtol=0, atol=1e-3)
     assert expected.abs().max() > 1e-2
     assert rows(tmp_path)[2]["prm/process_std"] > 1e-3
 
 
-@pytest.mark.parametrize("form", MOVED, ids=" ".join)
-def test_a_prm_that_has_learnt_nothing_rewards_nothing_when_the_policy_has_moved(tmp_path, form):
-    """Where it follows the policy; where it stays behind, what the policy learnt is its reward."""
-    flags = ["--prm-learning-rate", "0", "--learning-rate", "0.01", "--seed", "3"]
-    run_main("istar_sokoban", *TINY, *flags, *form, cwd=tmp_path)
+def test_as_published_all_steps_have_credit_from_the_second_iteration_on(tmp_path):
+    short = [*small("istar_paper_sokoban"), "--engine", "hf", "--iterations", 2]
+    run_main("istar_paper_sokoban", *short, "--run-name", "it", cwd=tmp_path)
     _, first, second = rows(tmp_path)
-    assert first["prm/reward_abs"] < 1e-6 and first["policy/grad_norm"] > 0
-    if "--no-prm-follows" in form:
-        assert second["prm/reward_abs"] > 1e-2
-    else:
-        # float32: a product with the sum of two matrices is not quite the sum of two products
-        assert second["prm/reward_abs"] < (1e-5 if form[:2] == LORA else 1e-6)
-
-
-PAPER = """--prm-lora-rank 0 --no-prm-follows --prm-steps 1 --prm-replay 0 --beta 0.05 --alpha 1
---prm-ridge 0 --no-prm-skill --no-mixed-groups-only --credit-invalid --no-equal-length-pairs"""
-
-
-@pytest.mark.parametrize("script", ISTAR)
-def test_the_papers_setting_runs(tmp_path, script):
-    short = [*small(script), "--engine", "hf", "--iterations", 2]
-    run_main(script, *short, *PAPER.split(), cwd=tmp_path)
-    _, first, second = rows(tmp_path)
-    assert first["prm/pairs"] and first["prm/grad_norm"] > 0
-    assert first["prm/alpha"] == second["prm/alpha"] == 1
-    assert second["prm/reward_abs"] > 0
+    assert first["prm/pairs"] and first["prm/pair_accuracy"] == 0.5 and first["prm/grad_norm"] > 0
+    assert first["prm/credit_share"] == 0 < second["prm/credit_share"]
+    (table,) = tmp_path.glob("runs/*/episodes.jsonl")
+    episodes = [e for e in map(json.loads, table.read_text().splitlines()) if e["iteration"] == 2]
+    assert all(step["step_advantage"] for e in episodes for step in e["steps"])
 
 
 def test_what_is_credited_is_told_by_word_and_progress():
@@ -234,33 +252,25 @@ def test_what_is_credited_is_told_by_word_and_progress():
 # ------------ the engine ------------
 
 
-def gapped(*gaps):
-    """A batch of two steps, of one token and of three, with these gaps of log-probabilities."""
-    return SimpleNamespace(
-        step_traj=torch.tensor([0, 0]),
-        token_step=torch.tensor([0, 1, 1, 1]),
-        engine_logprobs=-torch.tensor(gaps),
-    )
+GAPS = torch.tensor([0.2, 0.1, 0.1, 0.4])  # of a step of one token, and of one of three
 
 
-def weights(ratio, cap, *gaps):
-    args = SimpleNamespace(ratio=ratio, engine_correction=cap)
-    return engine_weights(gapped(*gaps), torch.zeros(4), args).log()
+@over_scripts("engine_weights")
+def test_a_weight_is_of_what_the_ratio_is_of(module):
+    """pi_old by the trainer / pi_old by the engine, of a step or a token, and at most the cap."""
+    batch = SimpleNamespace(num_steps=2, token_step=torch.tensor([0, 1, 1, 1]))
+    of_steps = module.__name__.startswith("istar_")
 
+    def weights(gaps, cap=9.0, dtype="bfloat16"):
+        args = SimpleNamespace(engine_cap=cap, run_args=SimpleNamespace(dtype=dtype))
+        batch.engine_logprobs = -gaps
+        return module.engine_weights(batch, torch.zeros(4), args)
 
-def test_a_weight_is_of_what_the_ratio_is_of():
-    gaps = 0.2, 0.1, 0.1, 0.4
-    assert weights("step", 9.0, *gaps).tolist() == pytest.approx([0.2, 0.6], abs=1e-6)
-    for ratio in ("token", "step-mean"):
-        assert weights(ratio, 9.0, *gaps).tolist() == pytest.approx([0.2, 0.2], abs=1e-6)
-
-
-@pytest.mark.parametrize("ratio", ["step", "step-mean", "token"])
-def test_a_weight_is_bounded_on_both_sides(ratio):
-    bound = torch.tensor(2.0).log().item()
-    assert weights(ratio, 2.0, 5.0, 5.0, 5.0, 5.0).tolist() == pytest.approx([bound, bound])
-    assert weights(ratio, 2.0, -5.0, -5.0, -5.0, -5.0).tolist() == pytest.approx([-bound, -bound])
-    assert weights(ratio, 0.5, 5.0, -5.0, -5.0, -5.0).tolist() == pytest.approx([bound, -bound])
+    expected = torch.tensor([0.2, 0.6]) if of_steps else GAPS
+    torch.testing.assert_close(weights(GAPS), expected.exp())
+    torch.testing.assert_close(weights(-GAPS), (-expected).exp())
+    assert weights(GAPS + 5, cap=2.0).tolist() == [2.0] * len(expected)
+    assert weights(GAPS, dtype="float32").tolist() == [1.0] * len(expected)
 
 
 # ------------ PPO ------------
@@ -286,7 +296,7 @@ def test_of_returns_that_do_not_vary_nothing_is_explained(tmp_path):
 
 def test_rates_can_be_chosen_apart_from_the_panel(tmp_path):
     """--eval-set validation plays tasks that are neither trained on nor reported."""
-    few = "--engine hf --eval-only --eval-tasks 3 --eval-samples 1".split()
+    few = "--engine hf --eval-only --eval-tasks 3 --eval-samples 1 --max-steps 2".split()
     env, played = load("rloo_sokoban").Sokoban(), {}
     for name in ("panel", "validation"):
         run_main("rloo_sokoban", *few, "--eval-set", name, "--run-name", name, cwd=tmp_path)
