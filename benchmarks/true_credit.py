@@ -17,7 +17,7 @@ The 95 % intervals are a bootstrap over the tasks.
     E log pi_phi(a|o) - log pi_old(a|o) = -KL(pi_old(.|o) || pi_phi(.|o)),
 token by token. What r_phi has beyond that depends on the state alone, and credits no action.
 
-The run: istar_sokoban.py or istar_webshop.py, with a PRM that is a full copy. Written: a row of
+The run: istar_*.py or istar_paper_*.py on Sokoban or WebShop. Written: a row of
 benchmarks/results/true-credit.jsonl, in place of an earlier one of the same run;
 `python benchmarks/evidence.py --table` makes the table of docs/results.md of these rows.
 """
@@ -57,10 +57,8 @@ class State(NamedTuple):
 
 
 class Midway:
-    """The world and the chat that a script's rollout asks for, of episodes that begin in `states`:
+    """The world and the chat that a script's play asks for, of episodes that begin in `states`:
     their task is the state's number."""
-
-    processor = None
 
     def __init__(self, env, chat, states: list[State]):
         self.env, self.states = env, states
@@ -74,7 +72,7 @@ class Midway:
         episode.prompt = str(number)  # in place of its words: prompt() knows the tokens
         return episode
 
-    def prompt(self, number: str, picture=None) -> list[int]:
+    def prompt(self, number: str) -> list[int]:
         return list(self.states[int(number)].tokens)
 
 
@@ -88,15 +86,15 @@ def states_of(trajectory) -> list[State]:
     ]
 
 
-def outcomes_from(states: list[State], env, engine, chat, script, args, plays: int):
-    """The outcomes of playing on from each state, [states, plays]."""
+def outcomes_from(states: list[State], env, play, chat, plays: int):
+    """The outcomes of playing on from each state, [states, plays]. play(world, chat, tasks) gives
+    an episode for each entry of tasks."""
     midway, outcomes = Midway(env, chat, states), []
     most = max(1, SIDE_BY_SIDE // plays)
     for first in tqdm(range(0, len(states), most), "playing on", disable=None):
         numbers = range(first, min(first + most, len(states)))
         tasks = [number for number in numbers for _ in range(plays)]
-        played = script.rollout(midway, engine, midway, tasks, args, args.temperature, "episodes")
-        outcomes += [t.outcome for t in played]
+        outcomes += [t.outcome for t in play(midway, midway, tasks)]
     return torch.tensor(outcomes).reshape(len(states), plays)
 
 
@@ -126,15 +124,14 @@ def divergences(policy, prm, batch, args) -> torch.Tensor:
     from runtime.data import micro_batches
     from runtime.networks import plain
 
+    def logprobs(network, micro):  # [k, vocabulary]
+        head = plain(network.model).get_output_embeddings()
+        logits = network.at_actions(micro, args, lambda hidden, _: head(hidden).float())
+        return (logits / args.temperature).log_softmax(-1).cpu()
+
     kl = torch.zeros(len(batch.token_step))
-    for micro in micro_batches(policy, batch, args):
-        is_action = micro.steps[:, 1:] >= 0  # [B, T-1]
-        logprobs = []
-        for network in (policy, prm):
-            hidden = network.hidden(micro.ids)[:, :-1][is_action]  # [k, H]
-            logits = plain(network.model).get_output_embeddings()(hidden) / args.temperature
-            logprobs.append(logits.log_softmax(-1))
-        old, phi = logprobs  # [k, vocabulary]
+    for micro in micro_batches(batch, args):
+        old, phi = logprobs(policy, micro), logprobs(prm, micro)
         kl[micro.tokens] = (old.exp() * (old - phi)).sum(-1)
     return kl
 
@@ -240,8 +237,27 @@ def text_of(row: dict) -> str:
 
 def pairs_of(script, batch, args) -> list[tuple[int, int]]:
     """The preference pairs of a batch, by the run's own flags."""
-    margins = args.pair_margin, args.pair_threshold
-    return script.preference_pairs(batch.outcomes, batch.group, *margins)
+    margin = [args.pair_margin] if hasattr(args, "pair_margin") else []
+    return script.preference_pairs(batch.outcomes, batch.group, *margin)
+
+
+def networks_of(run: Path, dense_prm: bool) -> list:
+    """[policy, PRM] of a finished run: the PRM is a full copy, or the policy plus an adapter."""
+    from runtime.networks import Network
+
+    from peft import LoraConfig, set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    policy = Network("policy", AutoModelForCausalLM.from_pretrained(run / "policy"))
+    if dense_prm:
+        return [policy, Network("prm", AutoModelForCausalLM.from_pretrained(run / "prm"))]
+    lora = LoraConfig.from_pretrained(run / "prm")
+    lora.base_model_name_or_path = None  # where it was trained, which peft would warn of
+    prm = policy.with_adapter("prm", lora)
+    weights = load_file(run / "prm" / "adapter_model.safetensors")
+    set_peft_model_state_dict(prm.model, weights, adapter_name="prm")
+    return [policy, prm]
 
 
 def flags_of_run(run: Path, script) -> list[str]:
@@ -261,35 +277,36 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("run", type=Path, help="Directory of a finished run of istar_sokoban or istar_webshop.")
+    add("run", type=Path, help="Directory of a finished run of iStar on Sokoban or WebShop.")
     add("--tasks", type=int, default=48, help="Training tasks that are played, a group each.")
     add("--plays", type=int, default=16, help="Episodes from each state; two or more.")
     add("--seed", type=int, default=7, help="Seed of the tasks and of all sampling.")
     add("--out", type=Path, default=ROWS, help="File of the rows.")
     given = parser.parse_args()
-    if not (given.run / "prm" / "config.json").exists():
-        sys.exit(f"{given.run}: no finished run of iStar with a PRM that is a full copy")
+    dense_prm = (given.run / "prm" / "config.json").exists()
+    if not dense_prm and not (given.run / "prm" / "adapter_config.json").exists():
+        sys.exit(f"{given.run}: no finished run of iStar")
     start = read_json(given.run / "run.json")["starts"][0]
-    world = start["script"].removeprefix("istar_")
+    published = start["script"].startswith("istar_paper_")
+    world = start["script"].removeprefix("istar_").removeprefix("paper_")
     if world not in WORLDS:
-        sys.exit(
-            f"{given.run}: {start['script']}; what is measured here is istar_sokoban.py's or "
-            "istar_webshop.py's credit"
-        )
+        told = "what is measured here is iStar's credit on Sokoban or WebShop"
+        sys.exit(f"{given.run}: {start['script']}; {told}")
+    if published and not dense_prm:
+        sys.exit(f"{given.run}: its PRM is an adapter on a base that the run does not keep")
     if given.plays < 2 or given.tasks < 1:
         sys.exit("--plays has to be 2 or more, and --tasks 1 or more")
     script = load_script(start["script"])
     words = flags_of_run(given.run, script)
 
-    from runtime.data import batch_logprobs
     from runtime.chat import Chat
-    from runtime.engines import HfEngine, VllmEngine
+    from runtime.data import flatten, sum_per_step
+    from runtime.engines import SamplingParams
     from runtime.flags import parse
-    from runtime.networks import Network, trainable
-    from runtime.statistics import mean, ranked_right
+    from runtime.networks import batch_logprobs
+    from runtime.rollout import Stage, rollout
 
-    from torch.optim import AdamW
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     sys.argv = [start["script"], "--seed", str(given.seed), *words]
     args = parse(script.Args, "")
@@ -306,34 +323,38 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(given.run / "policy")
     stops = [tokenizer.eos_token_id]
     chat = Chat(tokenizer, stops)
-    networks = []
-    for name in ("policy", "prm"):
-        model = AutoModelForCausalLM.from_pretrained(given.run / name)
-        networks.append(Network(name, model, AdamW(trainable(model), 0.0)))
-    policy, prm = networks
-    hf = args.run_args.engine == "hf" or not find_spec("vllm")
-    engine = (HfEngine if hf else VllmEngine)(str(given.run / "policy"), stops, args)
+    policy, prm = networks_of(given.run, dense_prm)
+    if args.run_args.engine == "hf" or not find_spec("vllm"):
+        from runtime.engines.transformers import TransformersEngine as Engine
+    else:
+        from runtime.engines.vllm import VllmEngine as Engine
+    engine = Engine(str(given.run / "policy"), stops, args)
     engine.load(policy.model)
+    sampling = SamplingParams(args.temperature, args.max_action_tokens, stops)
+
+    def play(world, chat, tasks):
+        return rollout(Stage(engine, chat, args), script.play, world, tasks, sampling)
 
     tasks = sorted(random.sample(env.train_tasks, given.tasks) * args.group_size)
-    played = script.rollout(env, engine, chat, tasks, args, args.temperature, "rollout")
-    paired = {played[n].task for n, _ in pairs_of(script, script.flatten(played), args)}
+    played = play(env, chat, tasks)
+    paired = {played[n].task for n, _ in pairs_of(script, flatten(played), args)}
     played = [t for t in played if t.task in paired]
     if not played:
         sys.exit(f"--tasks {given.tasks}: no group has a pair; more tasks may have one")
-    batch = script.flatten(played)
+    batch = flatten(played)
     pairs = pairs_of(script, batch, args)
-    old_logprobs = batch_logprobs(policy, batch, args)  # [K]
-    rewards = script.score_steps(prm, batch, old_logprobs, args)  # [S]
+    old, phi = (batch_logprobs(network, batch, args) for network in (policy, prm))  # [K] each
+    log_old, log_phi = sum_per_step(old, batch), sum_per_step(phi, batch)  # [S] each
+    rewards = script.step_rewards(log_phi, log_old, args.beta)  # [S]
     of_tokens = divergences(policy, prm, batch, args)  # [K]
-    centred = rewards + args.beta * script.sum_per_step(of_tokens, batch)  # [S]
+    centred = rewards + args.beta * sum_per_step(of_tokens, batch)  # [S]
 
     # ------------ What their steps were worth ------------
     def play_on(states):
-        return outcomes_from(states, env, engine, chat, script, args, given.plays)
+        return outcomes_from(states, env, play, chat, given.plays)
 
     truth, noise = true_advantages(played, play_on)  # [S] each
-    credited = ~batch.invalid | args.credit_invalid  # [S]
+    credited = ~batch.invalid | published  # [S]
     task = batch.group[batch.step_traj]  # [S]
 
     def standardised(rewards):
@@ -342,13 +363,16 @@ def main():
         return advantages
 
     # As in the loop, but for the penalty: the truth has none.
-    episode_adv = script.episode_advantages(args.estimator, batch, batch.invalid, 0.0)  # [S]
+    episode_adv = script.episode_advantages(batch, args.estimator)  # [S]
     step_adv, centred_adv = standardised(rewards), standardised(centred)  # [S] each
     logged = rows_of(given.run / "metrics.jsonl")
-    alpha = [row["prm/alpha"] for row in logged if "prm/alpha" in row][-1]
-    kl = script.sum_per_step(of_tokens, batch)  # [S]
+    alpha = args.alpha * logged[-1].get("prm/skill", 1.0)
+    kl = sum_per_step(of_tokens, batch)  # [S]
     turns = torch.cat([torch.arange(len(t.steps)) for t in played])  # [S]
-    right = [mean(ranked_right(values, batch, pairs)) for values in (rewards, centred)]
+    right = []
+    for values in (rewards, centred):
+        ranked = script.margins(values, batch.step_traj, pairs).sign()
+        right.append((ranked + 1).mean().item() / 2)  # a tie: 0.5
 
     everything = episode_adv, step_adv, centred_adv, kl, turns, task, truth, noise
     episode_adv, step_adv, centred_adv, kl, turns, task, truth, noise = (

@@ -5,6 +5,7 @@ vLLM runs in one process of its own (this file, as a script), which measures; a 
 it measured.
 """
 
+import asyncio
 import base64
 import copy
 import io
@@ -15,20 +16,26 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 from envs.visual_sokoban import VisualSokoban, expert
-from runtime.data import batch_logprobs, micro_batches
 from runtime.chat import Chat
-from runtime.engines import HfEngine, VllmEngine
-from runtime.networks import action_logprobs, add_adapter, trainable
-from runtime.vision.pictures import (
+from runtime.data import (
+    Seen,
+    Step,
+    Trajectory,
+    flatten,
     joined,
-    never_sampled,
+    micro_batches,
     pictures_of,
-    positions,
-    read_seeing_model,
-    tower_features,
+    sum_per_step,
 )
+from runtime.engines import SamplingParams, answers
+from runtime.engines.transformers import TransformersEngine
+from runtime.models import read_seeing_model
+from runtime.networks import Network, action_logprobs, add_adapter, batch_logprobs
+from runtime.rollout import Stage, rollout
+from runtime.vision.pictures import never_sampled, positions, tower_features
 
 import numpy as np
 import pytest
@@ -52,6 +59,17 @@ def seeing():
     return model, Chat(tokenizer, [tokenizer.eos_token_id], model.picture_processor)
 
 
+def seen(words: str, episode) -> Seen:
+    """Words, with the episode's picture beside them, as the world's door hands them on."""
+    both = Seen(words)
+    both.picture = episode.picture
+    return both
+
+
+def lora(rank: int):
+    return load(SCRIPTS[0]).lora(rank)
+
+
 def contexts_of(chat, count: int = 6, other: bool = False) -> list[list[int]]:
     """Contexts of one to four pictures; those of a task share their beginning. other: the same
     words, with pictures of other rooms."""
@@ -60,14 +78,14 @@ def contexts_of(chat, count: int = 6, other: bool = False) -> list[list[int]]:
         task = number // 2
         episode = ENV.reset(ENV.train_tasks[task])
         stranger = ENV.reset(ENV.train_tasks[task + 50])
-        turns = [chat.prompt(episode.prompt, (stranger if other else episode).picture)]
+        shown = stranger if other else episode
+        turns = [chat.prompt(seen(episode.prompt, shown))]
         for _, text in zip(range(number % 4), expert(episode, 0.8, rng)):
             action = chat.tokenizer.encode(text) + chat.stop_ids
             observation, _, done, _ = episode.step(text)
             if not stranger.done:
                 stranger.step(text)
-            picture = (stranger if other else episode).picture
-            turns.append(joined([action, chat.observation(observation, action, picture)]))
+            turns.append(joined([action, chat.observation(seen(observation, shown), action)]))
             if done:
                 break
         contexts.append(joined(turns))
@@ -76,18 +94,18 @@ def contexts_of(chat, count: int = 6, other: bool = False) -> list[list[int]]:
 
 def trajectories_of(samples) -> list:
     """A trajectory of one step for each (context, (ids, log-probabilities)), two to a group."""
-    module, trajectories = load(scripts_with("flatten", "main")[0]), []
+    trajectories = []
     for number, (context, (ids, logprobs)) in enumerate(samples):
-        step = module.Step("", "", True, engine_logprobs=logprobs)
+        step = Step("", "", logprobs)
         step_ids = [-1] * len(context) + [0] * len(ids)
-        t = module.Trajectory(number // 2, [*context, *ids], step_ids, number % 2, [step])
+        t = Trajectory(number // 2, [*context, *ids], step_ids, number % 2, [step])
         t.pictures = list(pictures_of(context))
         trajectories.append(t)
     return trajectories
 
 
 def batch_of(samples):
-    return load(scripts_with("flatten", "main")[0]).flatten(trajectories_of(samples))
+    return flatten(trajectories_of(samples))
 
 
 def answered(chat, contexts) -> list:
@@ -99,14 +117,21 @@ def answered(chat, contexts) -> list:
 def move(model, seed: int) -> None:
     """Move every parameter, of tower, projector and language alike, by a tenth of its size."""
     torch.manual_seed(seed)
-    for parameter in trainable(model):
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.data += (0.1 * parameter.std(correction=0) + 0.01) * torch.randn_like(parameter)
+
+
+def sampled(engine, contexts, temperature: float = 1.0) -> list:
+    """The engine's answers, of at most 8 tokens."""
+    return answers(engine, contexts, SamplingParams(temperature=temperature, max_tokens=8))
 
 
 def gap(engine, model, args, contexts) -> float:
     """The largest difference between the engine's and the trainer's log-probability of a token that
     it samples now."""
-    samples = list(zip(contexts, engine.generate(contexts, args.temperature)))
+    samples = list(zip(contexts, sampled(engine, contexts, args.temperature)))
     batch = batch_of(samples)
     return (batch_logprobs(network(model), batch, args) - batch.engine_logprobs).abs().max().item()
 
@@ -150,11 +175,11 @@ def test_the_forward_pass_is_that_of_transformers():
 
 
 @pytest.mark.parametrize("temperature", (1.0, 0.6))
-def test_hf_engine_agrees_with_the_trainer(temperature):
+def test_transformers_engine_agrees_with_the_trainer(temperature):
     """Before and after three hand-overs that move everything."""
     model, chat = seeing()
     args = settings(temperature=temperature)
-    engine = HfEngine("", chat.stop_ids, args)
+    engine = TransformersEngine("", chat.stop_ids, args)
     for update in range(4):
         if update:
             move(model, update)
@@ -162,34 +187,34 @@ def test_hf_engine_agrees_with_the_trainer(temperature):
         assert gap(engine, model, args, contexts_of(chat)) < 1e-3
 
 
-def test_hf_engine_goes_on_with_an_episode():
+def test_transformers_engine_goes_on_with_an_episode():
     """Keys, values and the tower's outputs of earlier turns are kept, and give what reading anew
     gives."""
     model, chat = seeing()
     args = settings()
-    engine, seen = HfEngine("", chat.stop_ids, args), []
+    engine, passes = TransformersEngine("", chat.stop_ids, args), []
     engine.load(model)
     tower = model.base_model.visual
-    tower.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    tower.register_forward_pre_hook(lambda module, inputs: passes.append(len(inputs[0])))
 
     episodes = [ENV.reset(task) for task in [0, 0, 1, 1]]
-    turns = [[chat.prompt(e.prompt, e.picture)] for e in episodes]
+    turns = [[chat.prompt(seen(e.prompt, e))] for e in episodes]
     answer = "<think>walk up</think><action>up</action>"
     action = chat.tokenizer.encode(answer) + chat.stop_ids
     shown = set()
     for text in ("up", "left", "right"):
         contexts = [joined(each) for each in turns]
-        before, columns = sum(seen), engine.seen.shape[1]
+        before, columns = sum(passes), engine.seen.shape[1]
         assert gap(engine, model, args, contexts) < 1e-3
         new = {png for c in contexts for _, png in c.pictures} - shown
         trainer = {png for c in contexts for _, png in c.pictures}
-        assert sum(seen) - before == 36 * (len(new) + len(trainer))  # each once, in either
+        assert sum(passes) - before == 36 * (len(new) + len(trainer))  # each once, in either
         assert columns == 0 or engine.seen.shape[1] > columns
         shown |= new
         for episode, own in zip(episodes, turns):
             if not episode.done:
                 words = episode.step(f"<think>walk {text}</think><action>{text}</action>")[0]
-                own.append(joined([action, chat.observation(words, action, episode.picture)]))
+                own.append(joined([action, chat.observation(seen(words, episode), action)]))
 
 
 def test_no_engine_and_no_softmax_has_tokens_of_pictures():
@@ -203,25 +228,28 @@ def test_no_engine_and_no_softmax_has_tokens_of_pictures():
     with torch.no_grad():
         model.lm_head.weight[never] = 20 * words.mean(0)
     args = settings()
-    engine = HfEngine("", chat.stop_ids, args)
+    engine = TransformersEngine("", chat.stop_ids, args)
     engine.load(model)
     contexts = contexts_of(chat)
     assert gap(engine, model, args, contexts) < 1e-3
-    for ids, logprobs in engine.generate(contexts, 1.0):
+    for ids, logprobs in sampled(engine, contexts):
         assert not set(ids) & set(never) and all(np.isfinite(logprobs))
 
 
 def test_a_sampled_image_token_is_told():
     """By an engine that does not follow the ban: one line, before anything is trained on it."""
     _, chat = seeing()
-    module, args = load(SCRIPTS[0]), settings(max_action_tokens=4)
 
     class Unbound:
-        def generate(self, contexts, temperature):
-            return [([chat.processor.image_token], [0.0]) for _ in contexts]
+        async def serve(self):
+            await asyncio.Event().wait()
 
+        async def sample(self, context, sampling):
+            return [chat.processor.image_token], [0.0]
+
+    stage = Stage(Unbound(), chat, settings(max_steps=2))
     with pytest.raises(SystemExit, match="sampled a token of pictures or films"):
-        module.rollout(ENV, Unbound(), chat, [0], args, 1.0, "test")
+        rollout(stage, load(SCRIPTS[0]).play, ENV, [0], SamplingParams())
 
 
 # ------------ seen ------------
@@ -238,8 +266,8 @@ def test_the_policy_sees_and_so_does_the_prm():
     contexts, others = contexts_of(chat), contexts_of(chat, other=True)
     assert [list(c) for c in contexts] == [list(c) for c in others]
     mine, theirs = logprobs_of(model, chat, contexts), logprobs_of(model, chat, others)
-    answers = (mine - theirs).view(len(contexts), -1).abs().amax(1)
-    assert (answers > 1e-3).all()  # in every context
+    differ = (mine - theirs).view(len(contexts), -1).abs().amax(1)
+    assert (differ > 1e-3).all()  # in every context
 
     module = load(scripts_with("step_rewards", "main")[0])
     prm, _ = seeing()
@@ -248,7 +276,7 @@ def test_the_policy_sees_and_so_does_the_prm():
     for shown, old in ((contexts, mine), (others, theirs)):
         batch = batch_of(answered(chat, shown))
         new = batch_logprobs(network(prm), batch, settings())
-        sums = [module.sum_per_step(values, batch) for values in (new, old)]
+        sums = [sum_per_step(values, batch) for values in (new, old)]
         rewards.append(module.step_rewards(*sums, 0.05))
     assert ((rewards[0] - rewards[1]).abs() > 1e-5).all()
 
@@ -269,7 +297,7 @@ def test_every_picture_of_a_context_counts():
 
 def gradient_of(model, batch, args) -> list[torch.Tensor]:
     model.zero_grad()
-    for micro in micro_batches(network(model), batch, args):
+    for micro in micro_batches(batch, args):
         (-action_logprobs(network(model), micro, args).sum()).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -298,16 +326,17 @@ def test_padding_order_and_micro_batches_change_nothing():
 
 
 def test_pictures_stay_with_their_sequences_when_history_is_short():
-    """--history 1: a step is a sequence of its own, with the pictures that it saw."""
+    """--history 1: from the third step on each is a sequence of its own, with what it saw: the
+    room at the start and the one before it."""
     model, chat = seeing()
-    module = load(SCRIPTS[0])
-    args = settings(history=1, max_action_tokens=16)
-    engine = HfEngine("", chat.stop_ids, args)
+    args = settings(history=1, max_action_tokens=16, max_steps=4)
+    engine = TransformersEngine("", chat.stop_ids, args)
     engine.load(model)
     torch.manual_seed(0)
-    trajectories = module.rollout(ENV, engine, chat, [0, 0, 1], args, 1.0, "test")
-    batch = module.flatten(trajectories)
-    assert {len(s.pictures) for s in batch.sequences} == {1, 2}
+    stage, sampling = Stage(engine, chat, args), SamplingParams(max_tokens=16)
+    batch = flatten(rollout(stage, load(SCRIPTS[0]).play, ENV, [0, 0, 1], sampling))
+    assert {len(s.pictures) for s in batch.sequences} == {2}
+    assert len(batch.sequences) == len(batch.step_traj) - 3 == 9
     for sequence in batch.sequences:
         image = (sequence.ids == model.picture_processor.image_token).nonzero()[:, 0].tolist()
         places = [place + k for place, _ in sequence.pictures for k in range(36)]
@@ -317,33 +346,35 @@ def test_pictures_stay_with_their_sequences_when_history_is_short():
 
 
 def test_the_gradient_of_dpo_is_autograd_s():
-    """prm_update's gradient, bundle by bundle, against one graph of the whole loss."""
-    module = load(scripts_with("prm_update", "main")[0])
+    """prm_update's gradient, micro-batch by micro-batch, against one graph of the whole loss."""
+    module = load(scripts_with("prm_update", "draw", "main")[0])
     model, chat = seeing()
-    prm = add_adapter(model, "prm", 4)
-    move(prm, 3)
-    optimizer = torch.optim.SGD(trainable(prm), 0.0)
-    args = settings(max_grad_norm=1e9)
-    batch = batch_of(answered(chat, contexts_of(chat)))
+    policy = network(model)
+    prm = policy.with_adapter("prm", lora(4))
+    move(prm.model, 3)
+    prm.optimizer = torch.optim.SGD(prm.trained, 0.0)
+    args = settings(prm_ridge=0.1, beta=0.5)
+    episodes = trajectories_of(answered(chat, contexts_of(chat)))
+    batch = flatten(episodes)
     pairs = module.preference_pairs(batch.outcomes, batch.group)
-    old = torch.randn(len(batch.token_step))
-    assert len(pairs) == 3
+    assert len(pairs) == 3 and any(".visual." in name for name, _ in prm.own_weights())
 
-    ours = network(prm, optimizer, "prm")
-    micros = list(micro_batches(ours, batch, args))
+    old = batch_logprobs(policy, batch, args)
     new = torch.zeros(len(old))
-    for micro in micros:
-        new = new.index_add(0, micro.tokens, action_logprobs(ours, micro, args))
-    sides = module.sum_per_step(new - old, batch)  # [S], a step for each trajectory
-    loss = -sum(torch.nn.functional.logsigmoid(0.05 * (sides[w] - sides[l])) for w, l in pairs)
-    expected = torch.autograd.grad(loss / len(pairs), trainable(prm))
+    for micro in micro_batches(batch, args):
+        new = new.index_add(0, micro.tokens, action_logprobs(prm, micro, args))
+    rewards = 0.5 * sum_per_step(new - old, batch)  # [S], a step for each trajectory
+    losses = [-torch.nn.functional.logsigmoid(rewards[w] - rewards[l]) for w, l in pairs]
+    loss = sum(losses) / len(pairs) + 0.1 * rewards.square().mean()
+    expected = torch.autograd.grad(loss, prm.trained)
 
     kept = {}
-    optimizer.step = lambda: kept.update({id(p): p.grad.clone() for p in trainable(prm)})
+    prm.optimizer.step = lambda: kept.update({id(p): p.grad.clone() for p in prm.trained})
     for tokens in (8192, 1):
         args.run_args.micro_batch_tokens = tokens
-        module.prm_update(ours, batch, old, pairs, args)
-        for parameter, gradient in zip(trainable(prm), expected):
+        told = module.prm_update(prm, policy, episodes, args)
+        assert told["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        for parameter, gradient in zip(prm.trained, expected):
             tolerance = 1e-4 * gradient.abs().max() + 1e-9
             assert torch.allclose(kept[id(parameter)], gradient, atol=tolerance)
 
@@ -354,14 +385,14 @@ def test_the_gradient_of_dpo_is_autograd_s():
 def test_a_frozen_tower_sees_a_picture_once():
     model, chat = seeing()
     model.base_model.visual.requires_grad_(False)
-    seen = []
+    passes = []
     tower = model.base_model.visual
-    tower.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    tower.register_forward_pre_hook(lambda module, inputs: passes.append(len(inputs[0])))
     contexts = contexts_of(chat)
     pictures = {png for context in contexts for _, png in context.pictures}
     for _ in range(3):
         gradient_of(model, batch_of(answered(chat, contexts)), settings(micro_batch_tokens=400))
-    assert sum(seen) == 36 * len(pictures)
+    assert sum(passes) == 36 * len(pictures)
     assert all(p.grad is None for p in tower.parameters())
     assert model.get_input_embeddings().weight.grad is not None
 
@@ -370,7 +401,7 @@ def test_adapters_leave_a_frozen_tower_alone():
     for frozen in (False, True):
         model, _ = seeing()
         model.base_model.visual.requires_grad_(not frozen)
-        model = add_adapter(add_adapter(model, "policy", 4), "prm", 4)
+        model = add_adapter(add_adapter(model, "policy", lora(4)), "prm", lora(4))
         names = [name for name, _ in model.named_parameters() if "lora_" in name]
         for adapter in ("policy", "prm"):
             own = [name for name in names if f".{adapter}." in name]
@@ -378,17 +409,26 @@ def test_adapters_leave_a_frozen_tower_alone():
             assert any(".visual." in name for name in own) != frozen
 
 
+def policy_has_moved(policy) -> bool:
+    return any(p.any() for name, p in policy.own_weights() if "lora_B" in name)
+
+
 @pytest.mark.parametrize("frozen", (False, True))
-def test_hf_engine_with_a_lora_policy(frozen):
+def test_transformers_engine_with_a_lora_policy(frozen):
     model, chat = seeing()
     model.base_model.visual.requires_grad_(not frozen)
-    model = add_adapter(add_adapter(model, "policy", 4), "prm", 4)
-    model.set_adapter("policy")
+    model = add_adapter(model, "policy", lora(4))
+    policy = Network("policy", model)
+    prm = policy.with_adapter("prm", lora(4))
     args = settings()
-    engine = HfEngine("", chat.stop_ids, args)
-    for update in range(3):
+    engine, contexts = TransformersEngine("", chat.stop_ids, args), contexts_of(chat)
+    for update in range(2):
+        prm.activate()
+        move(model, 7)  # which nobody samples from
         engine.load(model)
-        assert gap(engine, model, args, contexts_of(chat)) < 1e-3
+        assert gap(engine, model, args, contexts) < 1e-3
+        assert (update > 0) == policy_has_moved(policy)
+        policy.activate()
         move(model, update)
 
 
@@ -398,6 +438,8 @@ def test_hf_engine_with_a_lora_policy(frozen):
 def measure() -> dict:
     """Gaps between vLLM and the trainer before and after three hand-overs that move everything, and
     after ones that move the tower or the projector alone."""
+    from runtime.engines.vllm import VllmEngine
+
     model, chat = seeing()
     args = settings(max_context_tokens=1280, max_steps=15)
     engine = VllmEngine(str(MODEL), chat.stop_ids, args)
@@ -425,8 +467,8 @@ def measure() -> dict:
         words[never[1]] = 3 * words.mean(0) / words.mean(0).norm() * words.norm(dim=1).max()
     engine.load(model)
     told["a wish for films"] = gap(engine, model, args, contexts)
-    answers = engine.generate(contexts * 4, 1.0)
-    told["banned"] = sum(len(set(ids) & set(never)) for ids, _ in answers)
+    said = sampled(engine, contexts * 4)
+    told["banned"] = sum(len(set(ids) & set(never)) for ids, _ in said)
     return told
 
 
@@ -472,7 +514,7 @@ def drawn(size, colour=None) -> bytes:
 def test_pictures_that_cannot_be_seen(png, words):
     _, chat = seeing()
     with pytest.raises(SystemExit, match=words) as stopped:
-        chat.prompt("look", png)
+        chat.prompt(seen("look", SimpleNamespace(picture=png)))
     assert "\n" not in str(stopped.value)
 
 
@@ -491,15 +533,14 @@ def test_a_processor_that_returns_constant_pixels():
 
     chat.processor.processor = Constant()
     with pytest.raises(SystemExit, match="--model tiny: its processor makes all pixels"):
-        chat.prompt("look", ENV.reset(0).picture)
+        chat.prompt(seen("look", ENV.reset(0)))
 
 
 SMALL = """--engine hf --iterations 1 --tasks-per-iteration 2 --group-size 2 --eval-tasks 2
 --eval-samples 1 --max-steps 2""".split()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_refusals_at_the_start(script, tmp_path):
+def test_refusals_at_the_start(tmp_path):
     """Each in one line that names the flag."""
     blind = ROOT / "models" / "tiny-sokoban"
     cases = [
@@ -510,7 +551,7 @@ def test_refusals_at_the_start(script, tmp_path):
         (["--saved-pictures", "-1"], "--saved-pictures -1: has to be a whole number from 0 to "),
     ]
     for flags, words in cases:
-        done = run_main(script, *SMALL, *flags, cwd=tmp_path, check=False)
+        done = run_main(SCRIPTS[0], *SMALL, *flags, cwd=tmp_path, check=False)
         assert done.returncode == 1 and words in done.stderr, done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
 

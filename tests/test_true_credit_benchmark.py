@@ -5,7 +5,10 @@ import sys
 
 from benchmarks import evidence, true_credit
 from runtime.chat import Chat
-from runtime.engines import HfEngine
+from runtime.data import Step, Trajectory, flatten
+from runtime.engines import SamplingParams
+from runtime.engines.transformers import TransformersEngine
+from runtime.rollout import Stage, rollout
 from runtime.saving.files import append, rows_of
 
 import pytest
@@ -14,16 +17,22 @@ from conftest import TINY, load, network, random_model, random_trajectories, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SCRIPT = load("istar_sokoban")
-FLAGS = "--engine hf --iterations 2 --tasks-per-iteration 4 --eval-tasks 1 --eval-samples 1".split()
+FLAGS = "--engine hf --iterations 2 --tasks-per-iteration 4 --eval-tasks 1 --eval-samples 1"
+FLAGS = [*FLAGS.split(), "--max-steps", "6"]
 
 
 @pytest.fixture(scope="module")
 def play():
     """play(world, chat, tasks, temperature): the tiny policy's episodes of Sokoban."""
-    args = settings(max_action_tokens=16, max_context_tokens=1024)
-    engine = HfEngine("", [AutoTokenizer.from_pretrained(TINY).eos_token_id], args)
+    args = settings(max_action_tokens=16, max_context_tokens=1024, max_steps=15)
+    engine = TransformersEngine("", [AutoTokenizer.from_pretrained(TINY).eos_token_id], args)
     engine.load(AutoModelForCausalLM.from_pretrained(TINY))
-    return lambda env, chat, tasks, heat: SCRIPT.rollout(env, engine, chat, tasks, args, heat, "")
+
+    def play(env, chat, tasks, heat):
+        stage, sampling = Stage(engine, chat, args), SamplingParams(heat, 16)
+        return rollout(stage, SCRIPT.play, env, tasks, sampling)
+
+    return play
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +48,11 @@ def test_who_plays_on_greedily_ends_as_the_episode_did(play, chat):
     played = play(env, chat, env.train_tasks[:8], 0.0)
     assert {t.outcome for t in played} == {0.0, 1.0}
 
+    def greedily(world, chat, tasks):
+        return play(world, chat, tasks, 0.0)
+
     def play_on(states):
-        midway = true_credit.Midway(env, chat, states)
-        again = play(midway, midway, [*range(len(states))], 0.0)
-        return torch.tensor([[t.outcome] * 2 for t in again])
+        return true_credit.outcomes_from(states, env, greedily, chat, 2)
 
     truth, noise = true_credit.true_advantages(played, play_on)
     assert len(truth) == sum(len(t.steps) for t in played)
@@ -52,9 +62,9 @@ def test_who_plays_on_greedily_ends_as_the_episode_did(play, chat):
 def test_advantages_go_from_value_to_value_and_on_to_the_outcome():
     """Two episodes of one task that part after their first step: V is 0.5 before it, and then 0.75
     and 0.25; equal states are asked once."""
-    steps = [SCRIPT.Step("", action, True) for action in ("same", "one", "other")]
-    won = SCRIPT.Trajectory(3, [7, 8, 9], [-1, 0, 1], 1.0, steps[:2])
-    lost = SCRIPT.Trajectory(3, [7, 8, 5, 6], [-1, 0, -1, 1], 0.0, [steps[0], steps[2]])
+    steps = [Step("", action, []) for action in ("same", "one", "other")]
+    won = Trajectory(3, [7, 8, 9], [-1, 0, 1], 1.0, steps[:2])
+    lost = Trajectory(3, [7, 8, 5, 6], [-1, 0, -1, 1], 0.0, [steps[0], steps[2]])
     asked = []
 
     def play_on(states):
@@ -76,7 +86,7 @@ def test_advantages_go_from_value_to_value_and_on_to_the_outcome():
 def test_centred_rewards_have_no_mean_over_what_could_have_been_said():
     """At every action token: the sum over the vocabulary of pi_old (log phi - log pi_old), the
     temperature and all, is minus the divergence."""
-    batch = SCRIPT.flatten(random_trajectories(SCRIPT))
+    batch = flatten(random_trajectories())
     policy, phi = random_model(0), random_model(1)
     args = settings(temperature=0.7)
     kl = true_credit.divergences(network(policy), network(phi), batch, args)
@@ -84,7 +94,7 @@ def test_centred_rewards_have_no_mean_over_what_could_have_been_said():
     for sequence in batch.sequences[:4]:
         with torch.no_grad():
             logits = [m(sequence.ids[None]).logits[0, :-1] / 0.7 for m in (policy, phi)]
-        old, new = (x[sequence.steps[1:] >= 0].log_softmax(-1) for x in logits)
+        old, new = (x[sequence.is_action[1:]].log_softmax(-1) for x in logits)
         expected = (old.exp() * (new - old)).sum(-1)
         torch.testing.assert_close(kl[sequence.tokens], -expected, atol=1e-5, rtol=1e-5)
     same = true_credit.divergences(network(policy), network(policy), batch, args)
@@ -125,19 +135,35 @@ def test_the_best_weight_is_that_of_the_sum_that_follows_the_truth():
     assert found["A"]["more"][0] == pytest.approx(more, abs=1e-4)
 
 
-def test_the_row_of_a_run_and_what_is_refused(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def measure(tmp_path, monkeypatch, capsys):
+    """measure(*words): the benchmark's text; its rows are in tmp_path/results/rows.jsonl."""
     monkeypatch.chdir(tmp_path)
-    run_main("istar_sokoban", *FLAGS, "--alpha", "0.3", "--run-name", "it", cwd=tmp_path)
     rows = tmp_path / "results" / "rows.jsonl"
 
-    def measure(*words):
+    def start(*words):
         monkeypatch.setattr(sys, "argv", ["true_credit.py", *words, "--out", str(rows)])
         true_credit.main()
         return capsys.readouterr().out
 
+    return start
+
+
+def test_as_published_the_prm_is_a_copy_and_all_steps_are_credited(measure, tmp_path):
+    run_main("istar_paper_sokoban", *FLAGS, "--run-name", "it", cwd=tmp_path)
+    measure("runs/it", "--tasks", "3", "--plays", "2")
+    (row,) = rows_of(tmp_path / "results" / "rows.jsonl")
+    assert row["alpha"] == 1 and row["command"].startswith("istar_paper_sokoban.py --engine hf")
+
+
+def test_the_row_of_a_run_and_what_is_refused(measure, tmp_path):
+    run_main("istar_sokoban", *FLAGS, "--alpha", "0.3", "--run-name", "it", cwd=tmp_path)
+    rows = tmp_path / "results" / "rows.jsonl"
     told = measure("runs/it", "--tasks", "3", "--plays", "2")
     (row,) = rows_of(rows)
     assert told == true_credit.text_of(row)
+    logged = rows_of(tmp_path / "runs" / "it" / "metrics.jsonl")
+    assert row["alpha"] == pytest.approx(0.3 * logged[-1]["prm/skill"], abs=1e-4)
     assert "`python istar_sokoban.py --engine hf --iterations 2" in told and "--alpha 0.3 " in told
     lines = [line.split(" | ")[0] for line in told.splitlines() if line.startswith("| A^")]
     assert lines[:2] == ["| A^E", "| A^S"] and len(lines) == 6
