@@ -13,7 +13,7 @@ from runtime.distributed import processes
 from runtime.engines import EngineError
 from runtime.flags import shown
 from runtime.saving.checkpoints import finish_saving, has_rows, how_to_go_on, told_when_full
-from runtime.saving.files import write_json
+from runtime.saving.files import replace_file, to_json
 
 import torch
 
@@ -82,7 +82,7 @@ def stop(run, error: BaseException) -> None:
             sys.exit(1)
         file = path / f"batch-{run.iteration:06d}.json"
         with told_when_full(path):
-            write_json(file, what_main_had(error))
+            replace_file(file, to_json(what_main_had(error), default=repr))  # pictures
         advice = "a smaller --learning-rate, named in --override, may help"
         where = f"the batch is in {file}{how_to_go_on(path)}"
         sys.exit(f"\nstopped: {error}; {where} ({advice})")

@@ -1,5 +1,6 @@
 """What a run says: lines that stay and come at once, nothing that moves the cursor, and --quiet."""
 
+import asyncio
 import fcntl
 import io
 import logging
@@ -14,12 +15,12 @@ import sys
 import termios
 import time
 
-import runtime.rounds
+from runtime.rollout import Stage, rollout
 from runtime.view import terminal
 from runtime.view.report import duration, show
 
 import pytest
-from conftest import ROOT, TRAINERS, run_main
+from conftest import ROOT, load, run_main, settings
 
 SMALL = """--engine hf --iterations 3 --tasks-per-iteration 2 --group-size 2 --eval-tasks 2
 --eval-samples 1 --max-steps 2 --eval-every 9"""
@@ -61,12 +62,12 @@ def test_a_line_of_an_iteration_has_the_time_left(capsys):
 
 def test_the_time_left_is_that_of_this_start(tmp_path):
     """None before an iteration and after the last; a run that goes on counts from there."""
-    said = run_main(TRAINERS[0], *SMALL.split(), "--run-name", "a", cwd=tmp_path).stdout
+    said = run_main("rloo_sokoban", *SMALL.split(), "--run-name", "a", cwd=tmp_path).stdout
     lines = [line for line in said.splitlines() if re.match(r"iteration +\d", line)]
     assert [" left" in line for line in lines] == [False, True, True, False]
     more = ["--resume", "runs/a", "--iterations", "5", "--override", "iterations"]
     flags = [word for word in SMALL.split() if word not in ("--iterations", "3")]
-    said = run_main(TRAINERS[0], *flags, *more, cwd=tmp_path).stdout
+    said = run_main("rloo_sokoban", *flags, *more, cwd=tmp_path).stdout
     lines = [line for line in said.splitlines() if re.match(r"iteration +\d", line)]
     assert [" left" in line for line in lines] == [True, False]
 
@@ -101,7 +102,7 @@ def test_in_a_terminal_bars_go_and_lines_stay(tmp_path):
             except OSError:
                 break
     shown = text.decode()
-    assert "rollout" in shown and "\r" in shown  # the bars were there
+    assert "episodes" in shown and "\r" in shown  # the bars were there
     controls = {found for found in MOVES.findall(shown)}
     assert controls <= {"\r", "\x1b"} and set(re.findall("\x1b..", shown)) <= {"\x1b[A"}
     screen = []  # what stays: of each line what was written over it last
@@ -124,14 +125,47 @@ def test_no_text_moves_the_cursor(capsys):
     assert terminal.plain("é \U0001f600 \u05d0 tab\t line\n") == "é \U0001f600 \u05d0 tab\t line\n"
 
 
+class World:
+    """Whose first task raises it."""
+
+    def reset(self, task):
+        if task == 3:
+            raise ValueError(HOSTILE)
+        return self
+
+    prompt = "walk"
+
+    def step(self, text):
+        return "", 0.0, True, {"valid": True, "success": True, "score": 1.0}
+
+
+class Player:
+    """What samples, and its tokens."""
+
+    stop_ids = [2]
+
+    async def sample(self, context, sampling):
+        return [5, 2], [-1.0, -1.0]
+
+    async def serve(self):
+        await asyncio.Event().wait()
+
+    def prompt(self, seen):
+        return [1]
+
+    def response(self, action):
+        return "go"
+
+
 def test_neither_does_a_world_that_raises_it_or_an_error_that_nobody_foresaw(capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger("envs"), "propagate", False)  # pytest-xdist sends UTF-8
     terminal.begin(False)
-    with runtime.rounds.leaving_out(3):
-        raise ValueError(HOSTILE)
-    runtime.rounds.faults.clear()
+    stage = Stage(Player(), Player(), settings(max_steps=2))
+    play = load("rloo_sokoban").play
+    assert len(rollout(stage, play, World(), [3, 4, 5, 6, 7], None)) == 4
     told = capsys.readouterr().out
-    assert told.startswith("warning: task 3: the environment raised ValueError: a\\x1b")
+    assert told.startswith("warning: task 3: the world raised ValueError: a\\x1b")
+    assert not MOVES.search(told) and told.count("\n") == 1
     logging.getLogger("envs.sotopia.world").warning("scenario %s", HOSTILE)
     assert capsys.readouterr().out.startswith("warning: scenario a\\x1b[2J")
 
