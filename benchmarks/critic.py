@@ -65,8 +65,11 @@ def main():
     given, flags = parser.parse_known_args()
 
     from runtime.chat import Chat
-    from runtime.engines import HfEngine
-    from runtime.networks import Network, trainable
+    from runtime.data import flatten
+    from runtime.engines import SamplingParams
+    from runtime.engines.transformers import TransformersEngine
+    from runtime.networks import Network, over_batch
+    from runtime.rollout import Stage, rollout
 
     import torch
     from torch.optim import AdamW
@@ -85,19 +88,20 @@ def main():
     torch.manual_seed(args.seed)
     path = ROOT / args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
-    engine = HfEngine(str(path), [tokenizer.eos_token_id], args)
+    engine = TransformersEngine(str(path), [tokenizer.eos_token_id], args)
     engine.load(AutoModelForCausalLM.from_pretrained(path))
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
+    stage = Stage(engine, chat, args)
+    sampling = SamplingParams(args.temperature, args.max_action_tokens, chat.stop_ids)
     tasks = random.sample(env.train_tasks, given.tasks * given.batches + given.unseen)
 
     def play(first: int, number: int):
         """(batch, where its steps have values [S], their trajectories [S], rewards [S]), and the
         number of the state that each step was taken in, [S]."""
         repeated = sorted(tasks[first : first + number] * args.group_size)
-        played = script.rollout(env, engine, chat, repeated, args, args.temperature, "rollout")
+        played = rollout(stage, script.play, env, repeated, sampling)
         engine.sleep()
-        batch = script.flatten(played)
-        state = gigpo.anchor_groups(played, {task: env.reset(task).anchor for task in {*repeated}})
+        batch, state = flatten(played), gigpo.anchor_groups(played)
         units = script.credit_units(batch, batch.invalid, args.invalid_penalty, "step")
         return batch, *units, state
 
@@ -116,17 +120,16 @@ def main():
     for name, (words, passes) in CRITICS.items():
         own = args_of(words)
         torch.manual_seed(own.seed)
-        model = script.add_value_head(str(path), own.critic_lora_rank)
-        optimizer = AdamW(trainable(model), own.critic_learning_rate, weight_decay=0.0)
-        critic = Network("critic", model, optimizer)
+        critic = Network("critic", script.value_model(str(path), own.critic_lora_rank))
+        critic.optimizer = AdamW(critic.trained, own.critic_learning_rate, weight_decay=0.0)
         for batch, where, along, paid, _ in tqdm(batches, name, disable=None):
-            values = script.batch_values(critic, batch, own)[where]
+            values = over_batch(script.token_values, critic, batch, own)[where]
             gains = script.gae_advantages(paid, values, along, own.gamma, own.gae_lambda)
             for _ in range(passes):
                 script.critic_update(critic, batch, where, values, gains + values, own)
-        values = script.batch_values(critic, batch, own)[where]
+        values = over_batch(script.token_values, critic, batch, own)[where]
         learnt = explained(returns_of(paid, along), values)
-        values = script.batch_values(critic, unseen, own)[at]
+        values = over_batch(script.token_values, critic, unseen, own)[at]
         of = [explained(returns[k], values[k]) for k in (first, last)]
         shares = [learnt, explained(returns, values), *of]
         lines.append(f"| {name} | {' | '.join(f'{share:.3f}' for share in shares)} |")

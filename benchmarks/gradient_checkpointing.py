@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 from throughput import ROOT
 
@@ -47,9 +48,10 @@ def read_arguments():
 
 def build(arguments):
     """A Network of random weights, on the GPU where there is one."""
-    from runtime.networks import Network, add_adapter, trainable
+    from runtime.networks import Network, add_adapter
 
     import torch
+    from peft import LoraConfig
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -67,12 +69,15 @@ def build(arguments):
     if torch.cuda.is_available():
         model = model.cuda()
     if arguments.lora_rank:
-        model = add_adapter(model, "policy", arguments.lora_rank)
+        rank = arguments.lora_rank
+        lora = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+        model = add_adapter(model, "policy", lora)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # else lora_A has no gradient
                 torch.nn.init.normal_(parameter, std=0.01)
-    optimizer = torch.optim.AdamW(trainable(model), 1e-6)
-    return Network("policy", model, optimizer, arguments.dtype)
+    network = Network("policy", model)
+    network.optimizer = torch.optim.AdamW(network.trained, 1e-6)
+    return network
 
 
 class Kept:
@@ -100,21 +105,25 @@ class Kept:
 def main() -> None:
     arguments = read_arguments()
     from runtime.data import Sequence, padded
-    from runtime.networks import recompute_layers, trainable
+    from runtime.networks import action_logprobs, recompute_layers
 
     import torch
 
     cuda = torch.cuda.is_available()
     networks = [build(arguments) for _ in WAYS]
-    assert recompute_layers([networks[1].model])
+    if not recompute_layers([networks[1].model]):
+        sys.exit("the model has no layers that can be computed again")
 
     torch.manual_seed(0)
     length = min(arguments.length, arguments.tokens)
-    steps = torch.where(torch.arange(length) % 4 == 3, 0, -1)
-    places = torch.arange(int((steps >= 0).sum()))
-    rows = arguments.tokens // length
+    is_action = torch.arange(length) % 4 == 3
+    rows, acting = arguments.tokens // length, int(is_action.sum())
     ids = torch.randint(3, arguments.vocabulary, (rows, length))
-    micro = padded([Sequence(row, steps, places) for row in ids])
+    places = torch.arange(rows * acting).view(rows, acting)  # a step for each sequence
+    batch = SimpleNamespace(token_step=torch.arange(rows).repeat_interleave(acting))
+    sequences = [Sequence(row, is_action, place) for row, place in zip(ids, places)]
+    micro = padded(sequences, batch)
+    args = SimpleNamespace(temperature=1.0, run_args=SimpleNamespace(dtype=arguments.dtype))
 
     clock = time.perf_counter if cuda else time.process_time
 
@@ -122,7 +131,7 @@ def main() -> None:
         """Seconds of a forward and a backward pass."""
         start = clock()
         with hooks or nullcontext():
-            loss = network.token_logprobs(micro, micro.steps[:, 1:] >= 0, 1.0).mean()
+            loss = action_logprobs(network, micro, args).mean()
         loss.backward()
         if cuda:
             torch.cuda.synchronize()
@@ -133,7 +142,7 @@ def main() -> None:
         counter = Kept(network.model)
         one_pass(network, counter.hooks())
         kept.append(counter.bytes())
-        gradients.append([p.grad.clone() for p in trainable(network.model)])
+        gradients.append([p.grad.clone() for p in network.trained])
         network.optimizer.zero_grad()
     for _ in range(arguments.rounds):
         for way, network in enumerate(networks):

@@ -55,7 +55,7 @@ PICTURE_SHARE = 0.25  # of a context's tokens, those that stand for pictures
 TINY = ROOT / "models" / "tiny-webshop"
 CARD = 79 * GIB  # what an A100 or H100 of "80 GB" has
 TOKENS = (2048, 4096, 8192, 16384)
-PRM_RANK, LORA_RANK = 16, 64  # --prm-lora-rank (the scripts' default is a full copy), --policy-...
+PRM_RANK, LORA_RANK = 16, 64  # --prm-lora-rank, --policy-lora-rank
 DISK, RATE = 1e9, 4e14  # [bytes/s] of a disk, [FLOP/s] of a card in training: assumed
 EPISODES = 128  # of an iteration: 16 groups of 8, as the paper's
 
@@ -96,23 +96,21 @@ def predict_tower(shape: Shape, setting: Setting, freeze: bool) -> dict:
     activations = (TOWER.layers + 1) * layer
     if setting.recompute:
         activations = patches * TOWER.layers * TOWER.hidden * 4 + 2 * layer
-    prm = 0 if rank or not setting.prm_rank else dense * 4
-    if setting.prm_copy:
-        prm = 16 * dense / setting.cards
+    copied = setting.prm_copy and not rank  # else the PRM has an adapter on the policy
     if freeze:
-        return {"policy": dense * (2 if rank else 4), "PRM": prm}
+        return {"policy": dense * (2 if rank else 4), "PRM": dense * 4 * copied}
     return {
         "policy": dense * 2 + 16 * adapter * rank if rank else 16 * dense / setting.cards,
-        "PRM": prm + 16 * adapter * setting.prm_rank,
+        "PRM": 16 * dense / setting.cards if copied else 16 * adapter * setting.second_rank,
         "weights gathered or cast": 0 if rank else dense * 2,
         "activations": activations,
     }
 
 
-def networks(build, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) -> list:
-    """[policy, PRM] as a script has them: build(dtype) makes the initial model. prm_rank 0: the
-    policy alone."""
-    from runtime.networks import Network, add_adapter, trainable
+def networks(build, lora, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) -> list:
+    """[policy, PRM] as a script has them: build(dtype) makes the initial model, lora(rank) is the
+    script's. prm_rank 0: the policy alone."""
+    from runtime.networks import Network, add_adapter
 
     import torch
     from torch.optim import AdamW
@@ -120,13 +118,12 @@ def networks(build, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) -> lis
     frozen = torch.bfloat16 if dtype == "bfloat16" else torch.float32
     model = build(frozen if lora_rank else torch.float32)
     if lora_rank:
-        model = add_adapter(model, "policy", lora_rank)
-    optimizer = AdamW(trainable(model), 1e-6, weight_decay=0.0)
-    found = [Network("policy", model, optimizer, dtype)]
+        model = add_adapter(model, "policy", lora(lora_rank))
+    found = [Network("policy", model)]
     if prm_rank:
-        base = model if lora_rank else build(torch.float32)
-        model = add_adapter(base, "prm", prm_rank)
-        found.append(Network("prm", model, AdamW(trainable(model), 1e-6), dtype))
+        found.append(found[0].with_adapter("prm", lora(prm_rank)))
+    for network in found:
+        network.optimizer = AdamW(network.trained, 1e-6, weight_decay=0.0)
     return found
 
 
@@ -134,9 +131,9 @@ def measure(path: str, setting: Setting) -> None:
     """Print what one update of each network adds to this process's memory [bytes]; what libraries
     take at their first use, an update of a tiny model has taken before."""
     istar = load_script("istar_sokoban")
-    from runtime.data import batch_logprobs
+    from runtime.data import Step, Trajectory, flatten
     from runtime.flags import RunArgs
-    from runtime.networks import recompute_layers
+    from runtime.networks import batch_logprobs, recompute_layers
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -163,20 +160,16 @@ def measure(path: str, setting: Setting) -> None:
         step_ids = [number for step in range(4) for number in [-1] * words + [step] * answer]
         last = policy.model.config.vocab_size
         ids = torch.randint(3, last, (games, len(step_ids))).tolist()
-        steps = [istar.Step("", "", True) for _ in range(4)]
-        rows = [
-            istar.Trajectory(0, row, step_ids, float(n % 2), steps) for n, row in enumerate(ids)
-        ]
-        batch = istar.flatten(rows)
+        steps = [Step("", "", [0.0] * answer) for _ in range(4)]
+        rows = [Trajectory(0, row, step_ids, float(n % 2), steps) for n, row in enumerate(ids)]
+        batch = flatten(rows)
         old = batch_logprobs(policy, batch, args)
         for network in prm:
-            pairs = istar.preference_pairs(batch.outcomes, batch.group)
-            pairs = [pair for pair in pairs if max(pair) < games // 2] or pairs
-            istar.prm_update(network, batch, old, pairs, args)
+            istar.prm_update(network, policy, rows[: max(2, games // 2)], args)
         advantages = torch.linspace(-1, 1, len(batch.step_traj))
         istar.policy_update(policy, batch, old, advantages, args)
 
-    policy, *prm = networks(tiny, 4, setting.dtype)
+    policy, *prm = networks(tiny, istar.lora, 4, setting.dtype)
     update(policy, prm, 2, 3, 1)
     del policy, prm
     gc.collect()
@@ -186,7 +179,8 @@ def measure(path: str, setting: Setting) -> None:
         Path("/proc/self/clear_refs").write_text("5")
     before = memory()
 
-    policy, *prm = networks(build, setting.lora_rank, setting.dtype, setting.prm_rank)
+    sizes = setting.lora_rank, setting.dtype, setting.prm_rank
+    policy, *prm = networks(build, istar.lora, *sizes)
     if setting.recompute:
         assert recompute_layers([network.model for network in (policy, *prm)])
     update(policy, prm, 2, 3, 1)  # the moments are there from now on

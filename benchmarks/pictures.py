@@ -35,9 +35,10 @@ class Way:
 
     def __init__(self, name: str, model: str):
         from runtime.chat import Chat
-        from runtime.engines import HfEngine
-        from runtime.networks import Network, trainable
-        from runtime.vision.pictures import read_seeing_model
+        from runtime.engines.transformers import TransformersEngine
+        from runtime.models import read_seeing_model
+        from runtime.networks import Network
+        from runtime.rollout import Stage
 
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,9 +62,10 @@ class Way:
         tokenizer = AutoTokenizer.from_pretrained(path)
         processor = getattr(causal, "picture_processor", None)
         self.chat = Chat(tokenizer, [tokenizer.eos_token_id], processor)
-        self.engine = HfEngine(path, self.chat.stop_ids, self.args)
-        optimizer = torch.optim.AdamW(trainable(causal), 1e-6, weight_decay=0.0)
-        self.policy = Network("policy", causal, optimizer)
+        self.engine = TransformersEngine(path, self.chat.stop_ids, self.args)
+        self.stage = Stage(self.engine, self.chat, self.args)
+        self.policy = Network("policy", causal)
+        self.policy.optimizer = torch.optim.AdamW(self.policy.trained, 1e-6, weight_decay=0.0)
         self.in_tower = 0.0
         if seeing:
             self.time_tower(causal.base_model.visual)
@@ -85,25 +87,29 @@ class Way:
     def forget_pictures(self) -> None:
         """Have the tower see all pictures of the contexts again in every turn but the first, in
         which it sees them anyway."""
-        from runtime.vision.pictures import pictures_of, tower_features
+        from runtime.data import pictures_of
+        from runtime.vision.pictures import tower_features
 
         import torch
 
         generate = self.engine.generate
 
         @torch.no_grad()
-        def forgetful(contexts, temperature):
+        def forgetful(contexts, sampling):
             if self.engine.album:
                 known = self.engine.album.numbers
                 shown = [png for context in contexts for _, png in pictures_of(context)]
                 tower_features(self.policy.model, [png for png in shown if png in known])
-            return generate(contexts, temperature)
+            return generate(contexts, sampling)
 
         self.engine.generate = forgetful
 
     def iteration(self, number: int, tasks: int) -> dict:
         """Processor seconds of the phases, steps, and those that the rollout spent in the tower."""
-        from runtime.data import batch_logprobs
+        from runtime.data import flatten
+        from runtime.engines import SamplingParams
+        from runtime.networks import batch_logprobs
+        from runtime.rollout import rollout
 
         import torch
 
@@ -114,10 +120,9 @@ class Way:
         self.in_tower = 0.0
 
         clock = [time.process_time()]
-        games = self.module.rollout(
-            self.env, self.engine, self.chat, drawn, self.args, 1.0, "rollout"
-        )
-        batch = self.module.flatten(games)
+        sampling = SamplingParams(1.0, self.args.max_action_tokens, self.chat.stop_ids)
+        games = rollout(self.stage, self.module.play, self.env, drawn, sampling)
+        batch = flatten(games)
         self.engine.sleep()
         clock.append(time.process_time())
         tower = self.in_tower

@@ -19,8 +19,10 @@ sys.path.insert(0, str(ROOT))
 from envs.sokoban import ACTIONS
 from envs.visual_sokoban import VisualSokoban
 from runtime.chat import Chat
-from runtime.engines import HfEngine
-from runtime.vision.pictures import read_seeing_model
+from runtime.engines import SamplingParams
+from runtime.engines.transformers import TransformersEngine
+from runtime.models import read_seeing_model
+from runtime.rollout import Stage, rollout
 
 import torch
 from transformers import AutoTokenizer
@@ -28,6 +30,8 @@ from transformers import AutoTokenizer
 
 class Swapped:
     """The world, its episodes with the pictures of other tasks."""
+
+    shows_pictures = True
 
     def __init__(self, env: VisualSokoban):
         self.env, self.eval_tasks = env, env.eval_tasks
@@ -58,11 +62,12 @@ def success(module, env, model: str, samples: int) -> tuple[float, float]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     chat = Chat(tokenizer, [tokenizer.eos_token_id], causal.picture_processor)
     args = module.Args()
-    engine = HfEngine(model, chat.stop_ids, args)
+    engine = TransformersEngine(model, chat.stop_ids, args)
     engine.load(causal)
     torch.manual_seed(1)
     tasks = [task for task in env.eval_tasks for _ in range(samples)]
-    games = module.rollout(env, engine, chat, tasks, args, 0.4, "evaluation")
+    sampling = SamplingParams(0.4, args.max_action_tokens, chat.stop_ids)
+    games = rollout(Stage(engine, chat, args), module.play, env, tasks, sampling)
     return over_tasks([t.task for t in games], [t.success for t in games])
 
 

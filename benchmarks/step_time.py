@@ -8,13 +8,13 @@ model of random weights.
 The functions are istar_sokoban.py's, with its --engine hf: an episode is a prompt, then answers of
 --answer tokens (as many as asked: nothing stops them) and observations of --observation random
 tokens, side by side for --tasks x --group episodes; half of a group wins. Phases: rollout,
-log-probabilities, PRM (one update of its adapter, and scores), update of the policy (one optimiser
-step). Medians over rounds; the first round is not counted.
+log-probabilities, PRM (scores, and one update of its adapter by all episodes), update of the policy
+(one optimiser step). Medians over rounds; the first round is not counted.
 
     work        floating-point operations that a phase needs, as benchmarks/throughput.py counts
                 them: a forward pass over all tokens for rollout and log-probabilities; for the PRM
-                one to learn, its backward pass without the frozen weights' gradients, and one to
-                score; for the update three
+                one to score, two for the slope of the loss (policy and PRM), one to learn, and a
+                backward pass without the frozen weights' gradients; for the update three
     of ceiling  work over time as a share of torch.mm's best rate in the same run (MFU against what
                 the card really gives)
     peak        memory that tensors had at most in the phase; on a CPU the process's resident memory
@@ -37,7 +37,7 @@ import memory
 from throughput import ROOT, load_script, resident, work
 
 SHAPES = memory.SHAPES | {"small": (64, 256, 2, 2, 2, 4096, True)}
-PASSES = {"rollout": 1, "log-probabilities": 1, "PRM": 3, "update": 3}  # forward passes' operations
+PASSES = {"rollout": 1, "log-probabilities": 1, "PRM": 5, "update": 3}  # forward passes' operations
 STOP = -1  # no token: every answer is as long as asked
 
 
@@ -63,27 +63,29 @@ def now(device) -> float:
     return time.perf_counter()
 
 
-def play(istar, engine, arguments, vocabulary: int, rng) -> tuple[list, list]:
+def play(engine, arguments, vocabulary: int, rng) -> tuple[list, list]:
     """(trajectories, the (context, action) of every turn of each): answers sampled, observations
     drawn."""
+    from runtime.data import Step, Trajectory
+    from runtime.engines import SamplingParams, answers
 
     def words(count: int) -> list[int]:
         return [rng.randrange(3, vocabulary) for _ in range(count)]
 
     prompts = [words(arguments.prompt) for _ in range(arguments.tasks)]
     contexts = [list(prompt) for prompt in prompts for _ in range(arguments.group)]
-    games = [istar.Trajectory(i // arguments.group) for i in range(len(contexts))]
+    games = [Trajectory(i // arguments.group) for i in range(len(contexts))]
     pairs = [[] for _ in games]
     for i, t in enumerate(games):
         t.outcome = float(i % 2)
 
-    for turn in range(arguments.turns):
-        answers = engine.generate(contexts, 1.0)
-        for t, context, own, (ids, logprobs) in zip(games, contexts, pairs, answers):
+    sampling = SamplingParams(max_tokens=arguments.answer, stop_token_ids=[STOP])
+    for _ in range(arguments.turns):
+        said = answers(engine, contexts, sampling)
+        for t, context, own, (ids, logprobs) in zip(games, contexts, pairs, said):
             own.append((list(context), ids))
-            t.step_ids += [-1] * (len(context) - len(t.step_ids)) + [turn] * len(ids)
-            t.token_ids = context + ids
-            t.steps.append(istar.Step("", "", True, engine_logprobs=logprobs))
+            t.append(context, ids)
+            t.steps.append(Step("", "", logprobs))
         contexts = [t.token_ids + words(arguments.observation) for t in games]
     return games, pairs
 
@@ -113,10 +115,10 @@ def read_arguments():
 def main() -> None:
     arguments = read_arguments()
     istar = load_script("istar_sokoban")
-    from runtime.data import batch_logprobs
-    from runtime.engines import HfEngine
+    from runtime.data import flatten
+    from runtime.engines.transformers import TransformersEngine
     from runtime.flags import RunArgs
-    from runtime.networks import plain, recompute_layers
+    from runtime.networks import batch_logprobs, plain, recompute_layers
 
     import torch
     import transformers
@@ -134,10 +136,10 @@ def main() -> None:
     run_args = RunArgs(engine="hf", engine_memory=8, dtype=dtype, micro_batch_tokens=tokens)
     args = istar.Args(run_args=run_args, max_action_tokens=arguments.answer, minibatches=1)
     torch.manual_seed(0)
-    policy, prm = memory.networks(build, arguments.lora_rank, dtype)
+    policy, prm = memory.networks(build, istar.lora, arguments.lora_rank, dtype)
     if arguments.gradient_checkpointing:
         recompute_layers([policy.model, prm.model])
-    engine, rng = HfEngine("", [STOP], args), random.Random(0)
+    engine, rng = TransformersEngine("", [STOP], args), random.Random(0)
     shape = memory.shape_of(policy.model.config)
     best = ceiling(torch.bfloat16 if dtype == "bfloat16" else torch.float32, device)
     seconds, peaks = defaultdict(list), defaultdict(float)
@@ -158,23 +160,22 @@ def main() -> None:
     for _ in range(arguments.rounds + 1):
         engine.load(policy.model)
         with phase("rollout"):
-            games, pairs = play(istar, engine, arguments, shape.vocabulary, rng)
+            games, pairs = play(engine, arguments, shape.vocabulary, rng)
         engine.sleep()
-        batch = istar.flatten(games)
-        ranked = istar.preference_pairs(batch.outcomes, batch.group)
+        batch = flatten(games)
         advantages = torch.linspace(-1, 1, len(batch.step_traj))
         with phase("log-probabilities"):
             old = batch_logprobs(policy, batch, args)
         with phase("PRM"):
-            istar.prm_update(prm, batch, old, ranked, args)
             batch_logprobs(prm, batch, args)
+            istar.prm_update(prm, policy, games, args)
         with phase("update"):
-            taken = istar.policy_update(policy, batch, old, advantages, args)
-        skipped = prm.optimizer_stats()["skipped"] + taken["skipped"]
-        assert not skipped, "an update was not finite"
+            istar.policy_update(policy, batch, old, advantages, args)
+        if prm.skips or policy.skips:
+            sys.exit("an update was not finite")
 
     plan = {"episodes": [{"task": t.task, "outcome": t.outcome} for t in games]}
-    needs = work(plan, pairs, 0, plain(policy.model))
+    needs = work(plan, pairs, plain(policy.model))
     hardware = platform.processor() or "CPU"
     if device == "cuda":
         hardware = torch.cuda.get_device_name()

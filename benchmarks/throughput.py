@@ -26,9 +26,8 @@ costs the same on every environment, so GRPO is grpo_webshop.py on Sokoban too.
     grpo, rloo, istar     our scripts, vLLM, float32
     grpo-hf               --engine hf
     grpo-bf16             --dtype bfloat16
-    grpo-reencode         every step a sequence with all turns before it (--history 1000000)
-    grpo-window           every step a sequence with two turns before it (--history 2), as the
-                          published runs
+    grpo-window           a step sees two turns before it (--history 2), as the published runs; from
+                          the fourth on each is a sequence of its own
     grpo-no-spin          threads sleep as soon as they wait
     grpo-no-keep          freed memory goes back to the kernel
     trl, trl-bf16         TRL's GRPOTrainer (throughput_trl.py)
@@ -83,6 +82,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,7 +97,6 @@ CONTENDERS = {  # name: (script, flags beside the defaults)
     "grpo": ("grpo_webshop", {}),
     "grpo-bf16": ("grpo_webshop", {"dtype": "bfloat16"}),
     "grpo-hf": ("grpo_webshop", {"engine": "hf"}),
-    "grpo-reencode": ("grpo_webshop", {"history": 1_000_000}),
     "grpo-window": ("grpo_webshop", {"history": 2}),
     "rloo": ("rloo_sokoban", {"minibatches": 2}),
     "istar": ("istar_sokoban", {"minibatches": 2}),
@@ -125,7 +124,7 @@ PEERS = [
 ]
 SCALING = dict(tasks=4, group=4, turns=2)  # the smallest; each is doubled three times
 PHASES = ("rollout", "logprobs", "prm", "update", "sync")
-RECORDER = "envs/*.py envs/*/*.py runtime/*.py benchmarks/throughput.py"
+RECORDER = "envs/*.py envs/*/*.py runtime/*.py runtime/*/*.py benchmarks/throughput.py"
 SCRIPTS = "grpo_webshop.py rloo_sokoban.py istar_sokoban.py benchmarks/throughput_trl.py"
 CODE = f"{SCRIPTS} {RECORDER}"
 
@@ -272,18 +271,22 @@ def tokenise(plan: dict, chat, history: int) -> list[list[tuple[list[int], list[
     return episodes
 
 
-def sizes_of(episodes: list, history: int) -> list[tuple[int, int]]:
-    """(tokens, action tokens) of each sequence: an episode, or with history a step and the turns
-    before it."""
-    if history:
-        pairs = [pair for pairs in episodes for pair in pairs]
-        return [(len(context) + len(action), len(action)) for context, action in pairs]
-    lengths = [sum(map(len, pairs[-1])) for pairs in episodes]
-    sampled = [sum(len(action) for _, action in pairs) for pairs in episodes]
-    return list(zip(lengths, sampled))
+def sizes_of(episodes: list) -> list[tuple[int, int]]:
+    """(tokens, action tokens) of each sequence that the trainer makes of the episodes."""
+    from runtime.data import Trajectory
+
+    sizes = []
+    for pairs in episodes:
+        t = Trajectory(0)
+        for context, action in pairs:
+            t.append(context, action)
+            t.steps.append(None)
+        for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
+            sizes.append((end - start, sum(step >= 0 for step in t.step_ids[start:end])))
+    return sizes
 
 
-def work(plan: dict, episodes: list, history: int, model) -> dict:
+def work(plan: dict, episodes: list, model) -> dict:
     """Tokens of the episodes, and what one forward pass over a contender's sequences needs: over
     those of groups with two outcomes, since the others have no advantage."""
     outcomes = defaultdict(set)
@@ -291,7 +294,7 @@ def work(plan: dict, episodes: list, history: int, model) -> dict:
         outcomes[record["task"]].add(record["outcome"] > 0)
     mixed = [len(outcomes[record["task"]]) > 1 for record in plan["episodes"]]
     felt = [pairs for pairs, is_mixed in zip(episodes, mixed) if is_mixed]
-    every, sequences = sizes_of(episodes, history), sizes_of(felt, history)
+    every, sequences = sizes_of(episodes), sizes_of(felt)
 
     config, head = model.config, model.get_output_embeddings().weight.numel()
     head_dim = getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads
@@ -379,35 +382,43 @@ def serve_script(spec: dict) -> None:
         for context, action in (pair for pairs in state.episodes for pair in pairs):
             state.table[tuple(context)].append(action)
 
-    def replay(engine, sample, contexts, temperature):
-        """In place of the engine's generate: the recorded actions, at the cost of sampling."""
+    def recorded(context) -> list[int]:
+        """The recorded action after a context, each once."""
         if not state.table:
             fill()
-        known = all(state.table[tuple(context)] for context in contexts)
-        assert known, "the episodes are not the recorded ones"
-        actions = [state.table[tuple(context)].pop() for context in contexts]
-        limits = [len(action) for action in actions]
-        if hasattr(engine, "llm"):
-            from vllm import SamplingParams
+        assert state.table[tuple(context)], "the episodes are not the recorded ones"
+        return state.table[tuple(context)].pop()
 
-            fixed = dict(temperature=temperature, ignore_eos=True, logprobs=0, detokenize=False)
-            each = [SamplingParams(max_tokens=limit, **fixed) for limit in limits]
-            engine.sampling = lambda _: each
-        else:  # a batch ends with its longest answer
-            engine.stop_ids = [-1]
-            engine.args = SimpleNamespace(**vars(state.args) | {"max_action_tokens": max(limits)})
-        samples = sample(contexts, temperature)
-        return [
-            (action, logprobs[: len(action)]) for action, (_, logprobs) in zip(actions, samples)
-        ]
+    async def replay(sample, context, sampling):
+        """In place of vLLM's sample: the recorded action, at the cost of sampling it."""
+        action = recorded(context)
+        _, logprobs = await sample(context, replace(sampling, max_tokens=len(action)))
+        return action, logprobs
+
+    def replay_all(generate, contexts, sampling):
+        """In place of transformers' generate, for whom a batch ends with its longest answer."""
+        actions = [*map(recorded, contexts)]
+        limits = dict(max_tokens=max(map(len, actions)), stop_token_ids=[-1])
+        samples = generate(contexts, replace(sampling, **limits))
+        return [(action, given[: len(action)]) for action, (_, given) in zip(actions, samples)]
+
+    def without_end(params, sampling):
+        """vLLM's parameters, with which nothing but max_tokens ends an answer."""
+        found = params(replace(sampling, stop_token_ids=[]))
+        found.ignore_eos = True
+        return found
 
     class Replay(module.Run):
         """The script's Run, whose engine replays, and which hands over its rows."""
 
-        def load_policy(self):
-            model, engine, state.chat = super().load_policy()
+        def load_policy(self, lora=None):
+            model, engine, state.chat = super().load_policy(lora)
             state.model, state.counter = model, count_tokens(model)
-            engine.generate = functools.partial(replay, engine, engine.generate)
+            if hasattr(engine, "llm"):
+                engine.sample = functools.partial(replay, engine.sample)
+                engine.sampling = functools.partial(without_end, engine.sampling)
+            else:
+                engine.generate = functools.partial(replay_all, engine.generate)
             return model, engine, state.chat
 
         def save(self, trajectories=(), **columns):
@@ -418,7 +429,7 @@ def serve_script(spec: dict) -> None:
                     "seconds": time.perf_counter() - state.began,
                     "processed": state.counter["tokens"],
                     "peak": resident(),
-                    **work(state.recorded, state.episodes, self.args.history, state.model),
+                    **work(state.recorded, state.episodes, state.model),
                 }
             take(wait(channel, row)["plan"])
             fill()
@@ -763,22 +774,15 @@ def checks(rows: list[dict]) -> list[str]:
         for ours, theirs in PEERS:
             if ours in of and theirs in of:
                 check_ratio(1, ours, theirs, 0.5)
-        if "grpo" in of and "grpo-reencode" in of and workload.endswith("-10"):
-            one, many = of["grpo"], of["grpo-reencode"]
-            tokens = one["sequence_tokens"] / many["sequence_tokens"]
-            check(f"2. grpo / grpo-reencode, {where}, tokens", tokens, 0.35)
-            train = [row["logprobs"] + row["update"] for row in (one, many)]
-            check(f"2. grpo / grpo-reencode, {where}, training time", train[0] / train[1], 0.45)
-            check_ratio(2, "grpo", "grpo-reencode", 0.45)
         if "istar" in of and "rloo" in of:
-            check_ratio(3, "istar", "rloo", 1.6)
+            check_ratio(2, "istar", "rloo", 1.6)
         for contender, bound in (("grpo", 0.7), ("grpo-bf16", 0.5)):
             if contender in of and model == "smollm2" and has_ceilings:
-                name = f"4. {contender}, {where}, update's share of the matrix-multiply rate"
+                name = f"3. {contender}, {where}, update's share of the matrix-multiply rate"
                 check(name, of[contender]["share"], bound, True)
         if "grpo" in of:
             padding = 1 - of["grpo"]["needed_tokens"] / of["grpo"]["processed"]
-            check(f"4. grpo, {where}, padding of the tokens processed", padding, 0.05)
+            check(f"3. grpo, {where}, padding of the tokens processed", padding, 0.05)
     return lines
 
 
@@ -828,7 +832,7 @@ def scaling_table(rows: list[dict]) -> str:
             lines.append(f"| {contender} | {size} | {' | '.join(shown)} |")
             verdict = "" if max(costs) <= 2.1 else " NOT HELD"
             worst = f"cost of the worst doubling: {max(costs):.2f} (at most 2.1){verdict}"
-            notes.append(f"- 5. {contender}, {size} doubled, {worst}")
+            notes.append(f"- 4. {contender}, {size} doubled, {worst}")
     return "\n".join([*lines, "", *notes])
 
 

@@ -41,7 +41,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(ENGINE_MEMORY))
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 from runtime.chat import Chat
-from runtime.engines import VllmEngine
+from runtime.engines.vllm import VllmEngine
 
 import trl.generation.vllm_generation as glue
 from datasets import Dataset
@@ -125,7 +125,7 @@ class Gate(TrainerCallback):
         row = {"seconds": time.perf_counter() - self.began, "logprobs": 0.0, "prm": 0.0, **laps}
         row["update"] = row["seconds"] - row["rollout"] - row["sync"]
         row |= {"processed": counter["tokens"], "peak": resident()}
-        self.wait(row | work(plan, episodes, 0, trainer.model))
+        self.wait(row | work(plan, episodes, trainer.model))
 
     def wait(self, row: dict) -> None:
         assert wait(channel, row)["plan"] == spec["plan"], "the trainer is built for one plan"
