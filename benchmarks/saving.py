@@ -49,9 +49,10 @@ def build(hidden: int):
 def work(hidden: int, home: Path) -> None:
     """What each process does; its figures go to home/RANK.json."""
     sys.path.insert(0, str(ROOT))
-    from runtime.distributed import processes
-    from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint
-    from runtime.networks import Network, trainable
+    from runtime.distributed import fsdp, processes
+    from runtime.networks import Network
+    from runtime.saving.checkpoints import finish_saving, save_checkpoint
+    from runtime.saving.loading import load_checkpoint
 
     import torch
     from transformers import AutoTokenizer
@@ -60,10 +61,11 @@ def work(hidden: int, home: Path) -> None:
     run_args.save_every, run_args.keep = 1, 1
     args = SimpleNamespace(tasks_per_iteration=2, policy_lora_rank=0, run_args=run_args)
     args.iterations = 1
-    processes.start(args)
-    model = processes.shard(build(hidden))
-    optimizer = torch.optim.AdamW(trainable(model), 1e-6, fused=False)
-    policy = Network("policy", model, optimizer)
+    device = processes.start(args)
+    model = build(hidden)
+    policy = Network("policy", model)
+    optimizer = policy.optimizer = torch.optim.AdamW(policy.trained, 1e-6, fused=False)
+    fsdp.shard_all([policy], "float32", device)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "tiny-sokoban")
     run, rows = home / "run", [{"iteration": 1, "time/elapsed": 1.0}]
     if processes.rank() == 0:
@@ -74,16 +76,16 @@ def work(hidden: int, home: Path) -> None:
         ids = torch.arange(128)[None]
         for _ in range(2):
             optimizer.zero_grad()
-            hidden = processes.through(model, lambda: policy.hidden(ids))
+            hidden = fsdp.through(model, lambda: policy.hidden(ids))
             hidden.square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()
 
     def save() -> None:
-        save_checkpoint(run, rows, [policy], tokenizer, args)
+        save_checkpoint(run, rows, [policy], tokenizer, args, {})
 
     peaks, seconds = {}, {}
-    steps = train, save, finish_saving, lambda: load_checkpoint(run, [policy])
+    steps = train, save, finish_saving, lambda: load_checkpoint(run, [policy], {})
     for phase, step in zip(PHASES, steps, strict=True):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
