@@ -34,7 +34,7 @@ def test_the_same_tasks_play_the_same():
     sets = ("train_tasks", "eval_tasks", "validation_tasks")
     assert [getattr(SEEN, name) for name in sets] == [getattr(TEXT, name) for name in sets]
     rng, solved, invalid = random.Random(0), 0, 0
-    for task in [*SEEN.eval_tasks[:4], *SEEN.train_tasks[:4], *SEEN.validation_tasks[:4]]:
+    for task in [*SEEN.eval_tasks[:2], *SEEN.train_tasks[:2], *SEEN.validation_tasks[:2]]:
         one, other = TEXT.reset(task), SEEN.reset(task)
         assert one.grid() == other.grid() and one.anchor == other.anchor
         for answer in sokoban.expert(one, 0.2, rng):
@@ -51,7 +51,7 @@ def test_the_same_tasks_play_the_same():
 def test_the_picture_is_gym_sokoban_s():
     """Of every state of some games, the player on a target and boxes on targets among them."""
     seen = set()
-    for task in range(25):
+    for task in range(12):
         episode = SEEN.reset(task)
         states = [(episode.picture, drawn(episode))]
         for answer in sokoban.expert(episode, 0.5, random.Random(task)):
