@@ -4,6 +4,7 @@ promised, and a run that is killed and taken up again is the run that was not ki
 Processes of their own have what kills or limits a process; main() of the other runs is called in
 the test's own."""
 
+import contextlib
 import json
 import math
 import os
@@ -16,15 +17,14 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from importlib import import_module
 from pathlib import Path
 
 import runtime.run
+from runtime.data import Step, Trajectory, flatten
 from runtime.saving import checkpoints
-from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint, sum_of
+from runtime.saving.checkpoints import FORMAT, finish_saving, save_checkpoint, sum_of
 from runtime.saving.files import append, hash_file, hash_files, write_json
-from runtime.networks import add_adapter, trainable
-from runtime.replay import Replay
+from runtime.saving.loading import load_checkpoint
 from runtime.saving.tensors import write_tensors
 
 import pytest
@@ -43,12 +43,13 @@ from conftest import (
     run_main,
     settings,
 )
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from test_scripts import GROUP, SMALL, STEPS, TASKS, differing, rows, small, without_times
+from test_scripts import GROUP, SMALL, TASKS, differing, rows, small, without_times
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ISTAR = next(script for script in READY if script.startswith("istar_"))
+ISTAR = "istar_sokoban"
 SETTINGS = Namespace(iterations=100, run_args=Namespace(save_every=1, keep=2, dtype="float32"))
 
 
@@ -63,25 +64,27 @@ class Board:
 
 
 def networks_of(seed: int, layers: int = 2, prm: str = "adapter"):
-    """A policy and a PRM with moments, as a script has them; the PRM an adapter or a "model"."""
-    networks = []
-    for name in ("policy", "prm"):
-        model = random_model(seed if prm == "adapter" or name == "policy" else seed + 50, layers)
-        if name == "prm" and prm == "adapter":
-            model = add_adapter(model, "prm", 4)
-        optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-        sum(p.square().sum() for p in trainable(model)).backward()
-        optimizer.step()
-        networks.append(network(model, optimizer, name))
-    return networks
+    """A policy and a PRM with moments, as a script has them; the PRM an adapter on the policy or a
+    "model"."""
+    policy = network(random_model(seed, layers))
+    if prm == "adapter":
+        other = policy.with_adapter("prm", LoraConfig(r=4, target_modules="all-linear"))
+    else:
+        other = network(random_model(seed + 50, layers), name="prm")
+    for each in (policy, other):
+        each.activate()
+        each.optimizer = torch.optim.AdamW(each.trained, lr=1e-3)
+        sum(p.square().sum() for p in each.trained).backward()
+        each.optimizer.step()
+    return [policy, other]
 
 
 def parameters_of(networks):
     """Everything that --resume has to bring back, as a flat list."""
     tensors = []
-    for optimizer in (each.optimizer for each in networks):
-        for parameter in optimizer.param_groups[0]["params"]:
-            moments = [value.clone() for _, value in sorted(optimizer.state[parameter].items())]
+    for each in networks:
+        for parameter in each.trained:
+            moments = [v.clone() for _, v in sorted(each.optimizer.state[parameter].items())]
             tensors += [parameter.detach().clone(), *moments]
     return tensors
 
@@ -90,7 +93,7 @@ def same(one, other):
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other))
 
 
-def save(run, networks, iteration, success=None, args=SETTINGS, history=None, replay=None):
+def save(run, networks, iteration, success=None, args=SETTINGS, history=None, lists=None):
     """A finished iteration: its row and its checkpoint, as main leaves them."""
     rows = history if history is not None else []
     row = {"iteration": iteration, "time/elapsed": 0.0}
@@ -103,7 +106,7 @@ def save(run, networks, iteration, success=None, args=SETTINGS, history=None, re
     rows.append(row)
     append(run / "metrics.jsonl", [json.dumps(row)])
     append(run / "episodes.jsonl", [json.dumps({"iteration": iteration, "task": 1})])
-    save_checkpoint(run, rows, networks, AutoTokenizer.from_pretrained(TINY), args, replay)
+    save_checkpoint(run, rows, networks, AutoTokenizer.from_pretrained(TINY), args, lists or {})
     finish_saving()
     return rows
 
@@ -138,7 +141,7 @@ def test_a_checkpoint_brings_back_everything(two):
     run, _, expected = two
     networks = networks_of(3)
     networks[0].skips = 2
-    iteration, history = load_checkpoint(run, networks)
+    iteration, history = load_checkpoint(run, networks, {})
     assert iteration == 2 and [row["iteration"] for row in history] == [0, 1, 2]
     assert same(parameters_of(networks), expected)
     assert networks[0].skips == 0
@@ -151,7 +154,7 @@ def test_updates_that_were_skipped_before_it_count_after_it(run):
     networks[1].skips = 2
     save(run, networks, 1)
     again = networks_of(2)
-    load_checkpoint(run, again)
+    load_checkpoint(run, again, {})
     assert [each.skips for each in again] == [0, 2]
 
 
@@ -166,7 +169,7 @@ def test_a_checkpoint_is_finished_while_the_run_goes_on(run, monkeypatch):
     networks, tokenizer = networks_of(1), AutoTokenizer.from_pretrained(TINY)
     history = save(run, networks, 1)
     monkeypatch.setattr(checkpoints, "describe_files", waits)
-    save_checkpoint(run, [*history, {"iteration": 2}], networks, tokenizer, SETTINGS)
+    save_checkpoint(run, [*history, {"iteration": 2}], networks, tokenizer, SETTINGS, {})
     assert names(run) == ["000001", "draft"]
     with pytest.raises(KeyboardInterrupt):  # a signal ends the waiting
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -180,20 +183,11 @@ def test_a_checkpoint_is_finished_while_the_run_goes_on(run, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints, "describe_files", full)
-    save_checkpoint(run, [*history, {"iteration": 3}], networks, tokenizer, SETTINGS)
+    save_checkpoint(run, [*history, {"iteration": 3}], networks, tokenizer, SETTINGS, {})
     with pytest.raises(OSError, match="No space left"):
         finish_saving()
     assert names(run) == ["000001", "000002"]
     finish_saving()  # nothing is left of it
-
-
-@pytest.mark.parametrize("first", [0, 1])  # the start's row may be lost
-def test_recent_iterations_are_those_behind_the_start(first):
-    logged = [{"iteration": n, "prm/pairs": n} for n in range(first, 4)]
-    told = Namespace(rows=logged[:-1], row=logged[-1])
-    assert runtime.run.Run.recent(told, "prm/pairs") == [1, 2, 3]
-    assert runtime.run.Run.recent(told, "prm/pairs", 2) == [2, 3]
-    assert runtime.run.Run.recent(told, "prm/pair_accuracy") == [0, 0, 0]
 
 
 def test_large_checkpoints_are_written_when_they_cost_little_of_the_time(run, monkeypatch):
@@ -208,11 +202,11 @@ def test_large_checkpoints_are_written_when_they_cost_little_of_the_time(run, mo
     real = checkpoints.finish_checkpoint
     monkeypatch.setattr(checkpoints, "finish_checkpoint", finished)
     for last in range(1, 14):
-        save_checkpoint(run, rows[: last + 1], networks, tokenizer, args)
+        save_checkpoint(run, rows[: last + 1], networks, tokenizer, args, {})
         finish_saving()
     assert names(run) == ["000001", "000006", "000011"]  # 2.5 s of 50 s are 5 %
     monkeypatch.setattr(checkpoints, "CHEAP", 2**30)
-    save_checkpoint(run, rows[:15], networks, tokenizer, args)
+    save_checkpoint(run, rows[:15], networks, tokenizer, args, {})
     finish_saving()
     assert names(run)[-1] == "000014"
 
@@ -248,37 +242,58 @@ def test_the_last_ones_and_the_best_are_kept(run):
     assert names(run) == ["000008"]  # 7 and 9 are not due; 8 is the best
 
 
-def replay_of(seed: int) -> Replay:
-    """What a PRM learns from again after so many iterations."""
-    replay, module = Replay(5), load(ISTAR)
-    for each in range(seed):
-        replay.add(random_trajectories(module, each), [(1, 0), (9, 8)])
-    return replay
+def lists_of(seed: int) -> dict[str, list]:
+    """What a script keeps beside its networks after so many iterations: groups, and numbers."""
+    episodes = random_trajectories(seed, history=True)
+    for number, t in enumerate(episodes):
+        shown = [bytes([seed]), b"\x89PNG\r\n\x00\xff" * 3, b"a"][: number % 4]
+        t.pictures = list(enumerate(shown))
+        t.steps[-1].valid, t.steps[-1].progress = False, 0.1 * number
+    replay = [episodes[:4], episodes[8:]]
+    return {"replay": replay * seed, "accuracies": [0.1 + 0.2 / n for n in range(1, seed + 1)]}
 
 
-def test_a_prm_that_is_a_model_and_its_replay_are_brought_back(run):
-    """The PRM's directory is a model that transformers reads."""
+def told_in(lists):
+    """What of these lists bears on what is learnt."""
+    names = "task token_ids step_ids starts outcome pictures".split()
+    groups = [
+        [
+            [getattr(t, name) for name in names] + [(s.valid, s.progress) for s in t.steps]
+            for t in group
+        ]
+        for group in lists["replay"]
+    ]
+    return groups, lists["accuracies"]
+
+
+def test_a_prm_that_is_a_model_and_a_scripts_lists_are_brought_back(run):
+    """The PRM's directory is a model that transformers reads; the lists are filled in place."""
     first, second = networks_of(1, prm="model"), networks_of(2, prm="model")
-    history = save(run, first, 1, replay=replay_of(1))
-    save(run, second, 2, history=history, replay=replay_of(2))
-    networks, replay = networks_of(3, prm="model"), Replay(5)
-    assert load_checkpoint(run, networks, replay)[0] == 2
+    history = save(run, first, 1, lists=lists_of(1))
+    save(run, second, 2, history=history, lists=lists_of(2))
+    networks, replay, accuracies = networks_of(3, prm="model"), [], [9.0]
+    assert load_checkpoint(run, networks, {"replay": replay, "accuracies": accuracies})[0] == 2
     assert same(parameters_of(networks), parameters_of(second))
-    assert replay.groups == replay_of(2).groups and replay.number == 4
+    assert told_in({"replay": replay, "accuracies": accuracies}) == told_in(lists_of(2))
+    assert len(replay) == 4 and accuracies == lists_of(2)["accuracies"]
+    one, other = (
+        flatten([t for g in groups for t in g]) for groups in (replay, lists_of(2)["replay"])
+    )
+    assert torch.equal(one.token_step, other.token_step) and torch.equal(one.group, other.group)
     kept = AutoModelForCausalLM.from_pretrained(run / "prm")
     assert same([*kept.parameters()], [*second[1].model.parameters()])
     assert not same([*kept.parameters()], [*second[0].model.parameters()])
 
 
 @pytest.mark.parametrize("how", ("missing", "empty", "truncated", "bit", "foreign"))
-@pytest.mark.parametrize("name", ("replay.safetensors", "prm/model.safetensors"))
-def test_a_damaged_replay_costs_its_checkpoint_too(run, how, name, capsys):
-    history = save(run, networks_of(1, prm="model"), 1, replay=replay_of(1))
-    save(run, networks_of(2, prm="model"), 2, history=history, replay=replay_of(2))
+@pytest.mark.parametrize("name", ("lists.pt", "prm/model.safetensors"))
+def test_damaged_lists_cost_their_checkpoint_too(run, how, name, capsys):
+    history = save(run, networks_of(1, prm="model"), 1, lists=lists_of(1))
+    save(run, networks_of(2, prm="model"), 2, history=history, lists=lists_of(2))
     damage(run / "checkpoints/000002" / name, how)
-    replay = Replay(5)
-    assert load_checkpoint(run, networks_of(3, prm="model"), replay)[0] == 1
-    assert replay.groups == replay_of(1).groups and replay.number == 2
+    lists = {"replay": [], "accuracies": []}
+    assert load_checkpoint(run, networks_of(3, prm="model"), lists)[0] == 1
+    assert told_in(lists) == told_in(lists_of(1))
     assert f"000002/{name}" in capsys.readouterr().out
     assert names(run) == ["000001", "000002.damaged"]
 
@@ -312,7 +327,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(two, name, how,
     run, expected, _ = two
     damage(run / "checkpoints/000002" / name, how)
     networks = networks_of(3)
-    iteration, history = load_checkpoint(run, networks)
+    iteration, history = load_checkpoint(run, networks, {})
     said = capsys.readouterr().out
     assert iteration == 1 and [row["iteration"] for row in history] == [0, 1]
     assert same(parameters_of(networks), expected)
@@ -320,7 +335,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(two, name, how,
     assert names(run) == ["000001", "000002.damaged"]  # nothing is thrown away
     assert iterations_in(run / "episodes.jsonl") == [1]
     save(run, networks, 2, history=history)  # the run goes on over the place of the damaged one
-    assert load_checkpoint(run, networks_of(4))[0] == 2
+    assert load_checkpoint(run, networks_of(4), {})[0] == 2
 
 
 def test_when_no_checkpoint_is_whole_it_says_which_file(two):
@@ -329,7 +344,7 @@ def test_when_no_checkpoint_is_whole_it_says_which_file(two):
         damage(run / "checkpoints" / name / "trained.safetensors", "truncated")
     before = names(run)
     with pytest.raises(SystemExit) as stop:
-        load_checkpoint(run, networks_of(3))
+        load_checkpoint(run, networks_of(3), {})
     (said,) = stop.value.code.splitlines()
     assert "000002/trained.safetensors" in said
     assert names(run) == before  # nothing is lost
@@ -340,14 +355,15 @@ def test_a_checkpoint_of_a_newer_version_or_another_model_is_refused(two):
     run, *_ = two
     state = run / "checkpoints/000002/state.json"
     about = json.loads(state.read_text())
-    state.write_text(json.dumps(about | {"format": 2}))
-    newer = r"000002/state.json: written in format 2, this version reads 1$"
-    with pytest.raises(SystemExit, match=newer):
-        load_checkpoint(run, networks_of(3))
+    for number in (FORMAT + 1, FORMAT - 1):
+        state.write_text(json.dumps(about | {"format": number}))
+        other = f"000002/state.json: written in format {number}, this version reads {FORMAT}$"
+        with pytest.raises(SystemExit, match=other):
+            load_checkpoint(run, networks_of(3), {})
     state.write_text(json.dumps(about))
     other = r"000002/trained.safetensors: of another model \(policy.\d+"
     with pytest.raises(SystemExit, match=other):
-        load_checkpoint(run, networks_of(3, layers=3))
+        load_checkpoint(run, networks_of(3, layers=3), {})
     assert names(run) == ["000001", "000002"]
 
 
@@ -356,7 +372,7 @@ def test_a_half_written_checkpoint_is_skipped_with_a_warning(two, capsys):
     shutil.copytree(run / "checkpoints/000002", run / "checkpoints/draft")
     damage(run / "checkpoints/draft/trained.safetensors", "truncated")
     networks = networks_of(3)
-    assert load_checkpoint(run, networks)[0] == 2 and same(parameters_of(networks), expected)
+    assert load_checkpoint(run, networks, {})[0] == 2 and same(parameters_of(networks), expected)
     assert "draft" in capsys.readouterr().out and names(run) == ["000001", "000002"]
 
 
@@ -365,7 +381,7 @@ def test_torn_lines_of_the_tables_are_dropped(two):
     for name in ("metrics.jsonl", "episodes.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"iteration": 3, "tas')
-    assert load_checkpoint(run, networks_of(3))[0] == 2
+    assert load_checkpoint(run, networks_of(3), {})[0] == 2
     for name, expected in (("metrics.jsonl", [0, 1, 2]), ("episodes.jsonl", [1, 2])):
         assert iterations_in(run / name) == expected
 
@@ -380,19 +396,20 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_disguised_as_a_checkpoint_executes_nothing(two, tmp_path, capsys):
+@pytest.mark.parametrize("name", (*FILES[::3], "lists.pt"))
+def test_a_pickle_disguised_as_a_checkpoint_executes_nothing(run, tmp_path, name):
     """With a state.json that vouches for it."""
-    run, *_ = two
     sign, mark = pickle.dumps(Bomb(tmp_path / "executed")), tmp_path / "executed"
-    for name in FILES:
-        path = run / "checkpoints/000002"
-        (path / name).write_bytes(sign)
-        about = json.loads((path / "state.json").read_text())
-        about["files"][name] = [len(sign), hash_file(path / name)]
-        about.pop("sum")
-        write_json(path / "state.json", about | {"sum": sum_of(about)})
-    assert load_checkpoint(run, networks_of(3))[0] == 1
-    assert "trained.safetensors" in capsys.readouterr().out
+    history = save(run, networks_of(1), 1, lists=lists_of(1))
+    save(run, networks_of(2), 2, history=history, lists=lists_of(2))
+    path = run / "checkpoints/000002"
+    (path / name).write_bytes(sign)
+    about = json.loads((path / "state.json").read_text())
+    about["files"][name] = [len(sign), hash_file(path / name)]
+    about.pop("sum")
+    write_json(path / "state.json", about | {"sum": sum_of(about)})
+    with contextlib.suppress(SafetensorError, pickle.UnpicklingError):  # adapters are not read
+        load_checkpoint(run, networks_of(3), {"replay": [], "accuracies": []})
     assert not mark.exists()
     pickle.loads(sign)  # the bomb is real
     assert mark.exists()
@@ -414,70 +431,67 @@ def test_a_model_of_pickles_is_refused(name, tmp_path):
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_third_in_a_row_ends_the_run(capsys):
-    for loss, gradient in ((math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, -math.inf)):
-        policy = network(None)
+    for norm in (math.nan, math.inf, -math.inf):
+        policy = network(random_model())
         for _ in range(2):
-            assert not policy.may_step(loss, gradient)
-        assert policy.may_step(1.0, 0.5)  # a good one in between starts the count anew
+            assert not policy.may_step(norm)
+        assert policy.may_step(0.5)  # a good one in between starts the count anew
         for _ in range(2):
-            assert not policy.may_step(loss, gradient)
+            assert not policy.may_step(norm)
         with pytest.raises(FloatingPointError, match="3 updates in a row"):
-            policy.may_step(loss, gradient)
-        assert policy.optimizer_stats() == {"grad_norm": 0.5, "skipped": 5}
-        assert policy.optimizer_stats() == {"grad_norm": 0.0, "skipped": 0}
-        assert capsys.readouterr().out.count("warning: ") == 5
+            policy.may_step(norm)
+        assert capsys.readouterr().out.count("warning: policy: gradient norm") == 5
 
 
 UPDATES = {  # a network: the script whose function updates it here
     "policy": ISTAR,
     "prm": ISTAR,
-    "cross-entropy": next(script for script in READY if script.startswith("prime_")),
-    "critic": next(script for script in READY if script.startswith("ppo_")),
+    "cross-entropy": "prime_webshop",
+    "critic": "ppo_webshop",
 }
 
 
 def updated(kind, home, factor=1.0, **changes):
     """(parameters before, the network after one update, its statistics), by a script's own function
     and plain SGD; what it learns from is multiplied by `factor`."""
-    module = load(UPDATES[kind])
-    batch, args = module.flatten(random_trajectories(module)), settings(**changes)
+    module, episodes = load(UPDATES[kind]), random_trajectories()
+    batch, args = flatten(episodes), settings(**changes)
     torch.manual_seed(0)
-    model = random_model(0)
+    learner = network(random_model(0))
+    policy, tokens = learner, len(batch.token_step)
     if kind == "critic":
-        model.save_pretrained(home / "model")
-        model = module.add_value_head(str(home / "model"), 4)
+        learner.model.save_pretrained(home / "model")
+        learner = network(module.value_model(str(home / "model"), 4), name="critic")
     elif kind != "policy":
-        model = add_adapter(model, "prm", 4)
-    name = kind if kind in ("policy", "critic") else "prm"
-    learner = network(model, torch.optim.SGD(trainable(model), lr=1.0), name)
-    before = [p.detach().clone() for p in trainable(model)]
+        learner = policy.with_adapter("prm", module.lora(4))
+    learner.optimizer = torch.optim.SGD(learner.trained, lr=1.0)
+    before = [p.detach().clone() for p in learner.trained]
 
-    per_token = factor * -torch.rand(len(batch.token_step))
+    numbers = factor * -torch.rand(tokens)
     if kind == "policy":
-        advantages = factor * torch.randn(len(batch.step_traj))
-        stats = module.policy_update(learner, batch, None, advantages, args)
+        advantages = factor * torch.randn(batch.num_steps)
+        stats = module.policy_update(learner, batch, torch.zeros(tokens), advantages, args)
     elif kind == "prm":
-        pairs = module.preference_pairs(batch.outcomes, batch.group)
-        stats = module.prm_update(learner, batch, per_token, pairs, args)
-        stats |= learner.optimizer_stats()
+        args.beta *= factor
+        stats = module.prm_update(learner, policy, episodes, args)
     elif kind == "cross-entropy":
         owner = batch.step_traj[batch.token_step]
-        stats = module.cross_entropy_update(learner, batch, per_token, owner, batch.outcomes, args)
+        stats = module.cross_entropy_update(learner, batch, numbers, owner, batch.outcomes, args)
     else:
-        at = torch.arange(len(batch.token_step))
         args.value_clip = 10.0
-        stats = module.critic_update(learner, batch, at, torch.zeros(len(at)), per_token, args)
+        every = torch.arange(tokens)
+        stats = module.critic_update(learner, batch, every, torch.zeros(tokens), numbers, args)
     return before, learner, stats
 
 
 @pytest.mark.parametrize("kind", UPDATES)
-def test_a_loss_that_is_not_finite_moves_nothing(kind, tmp_path):
+def test_a_gradient_that_is_not_finite_moves_nothing(kind, tmp_path):
     before, learner, stats = updated(kind, tmp_path, math.nan)
-    assert stats["skipped"] == 1 and stats["grad_norm"] == 0
-    assert same(before, trainable(learner.model))
+    assert learner.skips == 1 and math.isnan(stats["grad_norm"])
+    assert same(before, learner.trained)
     before, learner, stats = updated(kind, tmp_path)
-    assert stats["skipped"] == 0 and stats["grad_norm"] > 0
-    assert not same(before, trainable(learner.model))
+    assert learner.skips == 0 and stats["grad_norm"] > 0
+    assert not same(before, learner.trained)
 
 
 @pytest.mark.parametrize("kind", UPDATES)
@@ -485,9 +499,9 @@ def test_gradients_are_scaled_down_to_the_norm(kind, tmp_path):
     """With SGD at a rate of 1 an update is as long as its gradient."""
     for most in (1e9, 1e-3):
         before, learner, stats = updated(kind, tmp_path, max_grad_norm=most)
-        pairs = zip(before, trainable(learner.model))
-        length = torch.cat([(old - new).detach().flatten() for old, new in pairs]).norm().item()
-        assert stats["grad_norm"] > 1e-2, "nothing to scale"
+        moved = [(old - new).detach().flatten() for old, new in zip(before, learner.trained)]
+        length = torch.cat(moved).norm().item()
+        assert stats["grad_norm"] > 2e-3, "nothing to scale"
         assert length == pytest.approx(min(most, stats["grad_norm"]), rel=1e-3)
 
 
@@ -495,17 +509,16 @@ def test_weights_that_are_not_finite_are_not_kept(two):
     run, *_ = two
     for number, name in enumerate(("policy", "prm")):
         networks = networks_of(3)
-        trainable(networks[number].model)[1].data[0] = math.nan
+        networks[number].trained[1].data[0] = math.nan
         with pytest.raises(FloatingPointError, match=name):
             save(run, networks, 3)
         assert names(run) == ["000001", "000002"]
 
 
 def test_what_is_recorded_is_json_whatever_the_model_writes(run):
-    module = load(ISTAR)
     text = '\ud800 \x00 <|im_end|> \u2028 " \\ 𝕏' * 3
-    steps = [module.Step(text, text, False, math.nan, math.inf, None, [0.0])]
-    episode = module.Trajectory(1, [1, 2], [-1, 0], -math.inf, steps)
+    steps = [Step(text, text, [0.0], False, game_reward=math.nan, progress=math.inf)]
+    episode = Trajectory(1, [1, 2], [-1, 0], -math.inf, steps)
     recording = runtime.run.Run.__new__(runtime.run.Run)
     recording.path, recording.board, recording.rows = run, Board(), []
     recording.iteration, recording.panel, recording.networks = 0, [], []
@@ -537,69 +550,9 @@ def stopped(script, name, *flags, cwd, iterations=3) -> str:
     return done.stderr.strip()
 
 
-KINDS = ("VisualSokoban", "Sokoban", "WebShop")
-WORLDS = sorted({environment(script) for script in READY})
-ONE_EACH = [next(s for s in READY if s.endswith(world)) for world in WORLDS]
-
-
-@pytest.mark.parametrize("script", ONE_EACH)
-def test_an_environment_that_raises_costs_its_episodes_not_the_run(
-    script, tmp_path, monkeypatch, caplog
-):
-    """A step raises now and then, a reset for one task of all; the run goes on, names the tasks and
-    counts them."""
-    world = import_module(f"envs.{environment(script)}")
-    calls, real_step, real_reset = [], world.Episode.step, None
-    if environment(script) == "sotopia":
-        real_add = world.Conversation.add
-
-        def add(conversation, side, words):
-            calls.append(side)
-            if len(calls) == 60:  # after the evaluation
-                raise OSError("the world broke")
-            return real_add(conversation, side, words)
-
-        monkeypatch.setattr(world.Conversation, "add", add)
-    else:
-
-        def step(episode, text):
-            calls.append(text)
-            if len(calls) % 12 == 7:
-                raise OSError("the world broke")
-            return real_step(episode, text)
-
-        monkeypatch.setattr(world.Episode, "step", step)
-        kind = next(c for c in (getattr(world, n, None) for n in KINDS) if c)
-        real_reset, resets = kind.reset, []
-
-        def reset(env, task):
-            if task in env.train_tasks:
-                resets.append(task)
-                if task == resets[0] or len(resets) == GROUP + 2:  # the first task never begins
-                    raise KeyError("no such room")
-            return real_reset(env, task)
-
-        monkeypatch.setattr(kind, "reset", reset)
-    done = begin(script, "faults", cwd=tmp_path, iterations=1)
-    (first, row), said = rows(tmp_path / "runs/faults"), done.stdout + caplog.text
-    assert "the world broke" in said and ("task" in said or "scenario" in said)
-    if environment(script) == "sotopia":
-        assert row["train/lost"] > 0
-        return
-
-    raised = first.get("eval/faults", 0) + row.get("eval/faults", 0) + row["train/faults"]
-    assert raised == said.count("the environment raised") > 1 and row["train/faults"] > 0
-    assert "no such room" in said
-    lines = (tmp_path / "runs/faults/episodes.jsonl").read_text().splitlines()
-    episodes = [json.loads(line) for line in lines]
-    assert len(episodes) == (TASKS - 1) * GROUP - 1  # a group and another one could not begin
-    longest = STEPS[environment(script)]
-    cut = [e for e in episodes if not e["steps"][-1]["valid"] and len(e["steps"]) < longest]
-    assert cut and all(e["outcome"] == 0.0 for e in cut)
-
-
 def test_weights_of_nan_stop_the_run_with_the_last_good_checkpoint(tmp_path, monkeypatch):
-    module, calls = load(ISTAR), []
+    script = "istar_visual_sokoban"  # whose trajectories have pictures too
+    module, calls = load(script), []
     real = module.policy_update
 
     def poison(policy, *rest):
@@ -610,12 +563,13 @@ def test_weights_of_nan_stop_the_run_with_the_last_good_checkpoint(tmp_path, mon
         return stats
 
     monkeypatch.setattr(module, "policy_update", poison)
-    said = stopped(ISTAR, "nan", cwd=tmp_path)
+    said = stopped(script, "nan", cwd=tmp_path)
     assert "not finite" in said and "iteration 1 is kept" in said and "--resume runs/nan" in said
     run = tmp_path / "runs/nan"
     batch = json.loads((run / "batch-000002.json").read_text())
-    assert len(batch["trajectories"]) == TASKS * GROUP
+    assert len(batch["episodes"]) == TASKS * GROUP
     assert {"old_logprobs", "advantages", "rewards"} <= batch.keys()
+    assert batch["episodes"][0]["pictures"] and batch["episodes"][0]["steps"][0]["action"]
     assert names(run) == ["000001"]
     kept = load_file(run / "checkpoints/000001/trained.safetensors")
     assert all(t.isfinite().all() for t in kept.values())
@@ -632,8 +586,7 @@ def test_losses_of_nan_are_skipped_counted_and_end_the_run(tmp_path, monkeypatch
     said = stopped(ISTAR, "nan losses", cwd=tmp_path)
     table = rows(tmp_path / "runs/nan losses")
     assert "3 updates in a row" in said
-    assert table[1]["policy/skipped"] > 0  # an update may have had nothing to learn
-    assert table[1]["policy/loss"] is None
+    assert table[1]["policy/loss"] is table[1]["policy/grad_norm"] is None
     assert (tmp_path / "runs/nan losses/batch-000002.json").exists()
     assert "iteration 1 is kept" in said
 
@@ -690,8 +643,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on_from_there(s
 def test_sigterm_stops_in_seconds_and_a_scheduler_starts_the_same_command_again(straight, tmp_path):
     flags = ["--engine", "hf", *small(ISTAR), "--iterations", "3", "--resume", "auto"]
     command = [sys.executable, str(ROOT / f"{ISTAR}.py"), *flags]
-    with (tmp_path / "said").open("w+") as said:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)
+    with (tmp_path / "said").open("w+") as said, (tmp_path / "told").open("w+") as told:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=told)
         end = time.time() + 300
         while not list(tmp_path.glob("runs/*/policy")) and process.poll() is None:
             assert time.time() < end
@@ -699,9 +652,10 @@ def test_sigterm_stops_in_seconds_and_a_scheduler_starts_the_same_command_again(
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 1
         said.seek(0)
-        text = said.read()
+        told.seek(0)
+        text, (line,) = said.read(), told.read().strip().splitlines()
     assert "nothing to go on with" in text and "Traceback" not in text
-    assert "stopped by SIGTERM: iteration" in text.strip().splitlines()[-1]
+    assert line.startswith("stopped by SIGTERM: iteration")
     done = run_main(ISTAR, *flags, cwd=tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
     assert f"goes on with runs/{run.name}" in done.stdout
@@ -715,13 +669,13 @@ def test_a_bit_that_flips_between_two_starts_costs_an_iteration_not_the_run(stra
     run = tmp_path / "runs/straight"
     damage(run / "checkpoints/000003/trained.safetensors", "bit")
     done = begin(ISTAR, "straight", "--resume", "auto", cwd=tmp_path)
-    assert "000003/trained.safetensors: not what was written" in done.stdout
+    assert "000003/trained.safetensors: missing, or not what was written" in done.stdout
     assert_equal_runs(run, straight)
 
 
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(tmp_path):
     script = ROOT / "benchmarks" / "kill_and_resume.py"
-    command = [sys.executable, str(script), "--kills", "2"]
+    command = [sys.executable, str(script), "--kills", "2", "--iterations", "4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "**equal**" in done.stdout, done.stdout + done.stderr[-3000:]
 
@@ -849,35 +803,15 @@ def test_flags_that_differ_are_listed_and_refused_unless_named(copy, tmp_path):
     assert json.loads((copy / "args.json").read_text())["clip"] == 0.3
 
 
-def had_flags(run, **flags):
-    """The run as a version began it that had these flags too."""
-    saved = json.loads((run / "args.json").read_text())
-    assert not saved.keys() & flags.keys()
-    (run / "args.json").write_text(json.dumps(saved | flags))
-
-
-def test_a_run_of_the_version_before_goes_on(copy, straight, tmp_path):
-    """Its checkpoints and tables are the same, and it had more flags: with these values they meant
-    what a script does today."""
-    shutil.rmtree(copy / "checkpoints/000003")  # it was stopped in its last iteration
-    had_flags(copy, top_p=1.0, step_reward="implicit", merge_rewards=False, granularity="step")
-    done = begin(ISTAR, "", "--resume", "auto", cwd=tmp_path)
-    assert "goes on with runs/straight" in done.stdout
-    assert_equal_runs(copy, straight)
-
-
-LOST = [("step_reward", "ground-truth"), ("granularity", "token"), ("merge_rewards", True)]
-
-
-@pytest.mark.parametrize("flag, value", [*LOST, ("nobody_knows", 1)])
-def test_a_run_with_a_flag_that_there_is_no_more_is_refused(copy, tmp_path, flag, value):
+def test_a_run_with_a_flag_that_there_is_no_more_is_refused(copy, tmp_path):
     """Else it would go on with another algorithm than it began with."""
     shutil.rmtree(copy / "checkpoints/000003")
-    had_flags(copy, top_p=1.0, **{flag: value})
+    saved = json.loads((copy / "args.json").read_text())
+    (copy / "args.json").write_text(json.dumps(saved | {"step_reward": "implicit"}))
     before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
     said = stopped(ISTAR, "", *RESUME, cwd=tmp_path)
     assert len(said.splitlines()) == 1 and said.startswith("--resume runs/straight: ")
-    assert f"--{flag.replace('_', '-')} {value}" in said and "--top-p" not in said
+    assert "--step-reward implicit" in said
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
     auto = ["--resume", "auto", "--eval-only"]
@@ -935,9 +869,9 @@ def test_a_run_says_what_made_it(straight):
 
 
 def test_memory_files_and_processes_do_not_grow(tmp_path):
-    """60 iterations end within 5 % of the memory of iteration 10."""
-    flags = "--engine hf --iterations 60 --tasks-per-iteration 2 --group-size 2 --max-steps 2"
-    flags += " --eval-tasks 2 --eval-samples 1 --eval-every 30 --run-name long"
+    """30 iterations end within 5 % of the memory of iteration 10."""
+    flags = "--engine hf --iterations 30 --tasks-per-iteration 2 --group-size 2 --max-steps 2"
+    flags += " --eval-tasks 2 --eval-samples 1 --eval-every 20 --run-name long"
     command = [sys.executable, str(ROOT / f"{ISTAR}.py"), *flags.split()]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)
@@ -956,6 +890,6 @@ def test_memory_files_and_processes_do_not_grow(tmp_path):
         time.sleep(0.05)
     assert process.wait() == 0, (tmp_path / "said").read_text()[-2000:]
     first, last = (seen[n] for n in (min(seen), max(seen)))
-    assert min(seen) <= 12 and max(seen) >= 57
+    assert min(seen) <= 12 and max(seen) >= 27
     assert last[0] <= 1.05 * first[0], (first, last)
     assert last[1] <= first[1] + 2 and last[2] <= first[2], (first, last)
