@@ -19,9 +19,7 @@ def finite(value):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_json(value, **options) -> str:
@@ -42,27 +40,24 @@ def replace_file(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     try:
-        with open(draft, "xb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        write(draft, "xb", content if isinstance(content, bytes) else content.encode())
         draft.replace(path)
-    except BaseException:
+    finally:
         draft.unlink(missing_ok=True)
-        raise
     sync(path.parent)
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Append lines and see them on the disk; not through a link."""
-    with open(path, "a", opener=without_links) as file:
-        file.write("".join(f"{line}\n" for line in lines))
+    """Append lines and see them on the disk."""
+    write(path, "ab", "".join(f"{line}\n" for line in lines).encode())
+
+
+def write(path: Path, mode: str, content: bytes) -> None:
+    """Write into a file and see it on the disk."""
+    with open(path, mode) as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def without_links(path, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def sync(path: Path) -> None:
@@ -73,10 +68,8 @@ def sync(path: Path) -> None:
 
 
 def rows_of(path: Path, last: float = math.inf) -> list[dict]:
-    """The rows of a .jsonl up to iteration `last`; no file: no rows. Lines that are none are passed
-    over, see read_rows."""
-    rows, _ = read_rows(path)
-    return [row for row in rows if row["iteration"] <= last]
+    """The rows of a .jsonl up to iteration `last`, without lines that are none (read_rows)."""
+    return [row for row in read_rows(path)[0] if row["iteration"] <= last]
 
 
 def read_rows(path: Path) -> tuple[list[dict], int]:
@@ -95,7 +88,7 @@ def row_of(line: bytes) -> dict | None:
     """A line as a row: it has the number of its iteration, and numbers under names as eval/score.
     None where it is no such thing."""
     try:
-        row = json.loads(line, parse_constant=not_json)
+        row = json.loads(line, parse_constant=int)  # which refuses NaN: that is no JSON
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("iteration")) is not int or row["iteration"] < 0:
@@ -104,17 +97,10 @@ def row_of(line: bytes) -> dict | None:
     return row if all(type(value) in (int, float) for value in numbers) else None
 
 
-def not_json(word: str):
-    raise ValueError(f"{word} is no JSON")
-
-
 def copy_aside(path: Path) -> Path:
-    """Keep a copy of a file beside it, as NAME.damaged, NAME.damaged-2, ...: its path."""
-    aside = path.with_name(f"{path.name}.damaged")
-    for number in count(2):
-        if not os.path.lexists(aside):
-            break
-        aside = path.with_name(f"{path.name}.damaged-{number}")
+    """Keep a copy of a file beside it, as NAME.damaged-1, NAME.damaged-2, ...: its path."""
+    places = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    aside = next(place for place in places if not os.path.lexists(place))
     shutil.copyfile(path, aside)
     sync(aside)
     sync(aside.parent)
@@ -132,10 +118,9 @@ def hash_files(path: Path | None) -> str | None:
     name on the hub)."""
     if path is None or not Path(path).is_dir():
         return None
-    together = hashlib.sha256()
-    for file in sorted(p for p in Path(path).iterdir() if p.is_file()):
-        together.update(f"{file.name} {hash_file(file)}\n".encode())
-    return together.hexdigest()
+    files = sorted(file for file in Path(path).iterdir() if file.is_file())
+    together = "".join(f"{file.name} {hash_file(file)}\n" for file in files)
+    return hashlib.sha256(together.encode()).hexdigest()
 
 
 def lock(path: Path) -> int:

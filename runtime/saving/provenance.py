@@ -9,10 +9,10 @@ import shlex
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution
 from pathlib import Path
 
-from runtime.flags import evaluation_tasks
+from runtime.checks import evaluation_tasks
 from runtime.saving.files import hash_files
 
 import torch
@@ -31,28 +31,28 @@ def provenance(args, model: str, env, eval_env) -> dict:
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     prompts = "\0".join(shown(eval_env.reset(task)) for task in tqdm(tasks, "panel", **later))
-    hashes = {
-        "model": hash_files(Path(model)),
-        "data": hash_files(getattr(env, "data", None)),
-        "panel": hashlib.sha256(prompts.encode("utf-8", "backslashreplace")).hexdigest(),
-    }
+    packages = {name: p.version for name in PACKAGES for p in Distribution.discover(name=name)}
+    cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    hardware = {
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "memory_gib": round(memory, 1),
-    }
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "world": env.name,
         "command": shlex.join([sys.executable, *sys.argv]),
         "seed": args.seed,
-        "versions": {"python": platform.python_version(), **installed()},
+        "versions": {"python": platform.python_version(), **packages},
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("status", "--porcelain"),
-        "hardware": hardware,
-        "hashes": hashes,
+        "hardware": {
+            "cpu": cpu[1] if cpu else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "memory_gib": round(memory, 1),
+        },
+        "hashes": {
+            "model": hash_files(Path(model)),
+            "data": hash_files(getattr(env, "data", None)),
+            "panel": hashlib.sha256(prompts.encode("utf-8", "backslashreplace")).hexdigest(),
+        },
     }
 
 
@@ -69,25 +69,6 @@ def shown(episode) -> str:
     """An episode's prompt, with the hash of the picture beside it, if there is one."""
     picture = getattr(episode, "picture", None)
     return episode.prompt + (hashlib.sha256(picture).hexdigest() if picture else "")
-
-
-def installed() -> dict[str, str]:
-    """The versions of those packages that are here."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            pass
-    return found
-
-
-def processor() -> str:
-    """The processor's name, as the kernel tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def git(*words: str) -> str | None:
