@@ -57,7 +57,8 @@ def main(script: str, out: str | Path, *options: str) -> None:
         assert steps and all(p.grad is None for p in networks[name].trained)
 
     exact = batch_logprobs(policy, batch, args)
-    old = exact - 0.1 * torch.rand(len(exact), generator=draw)  # ratios that are not 1
+    gap = 0.2 * torch.rand(len(exact), generator=draw)  # so that ratios are not 1
+    old = exact - gap / torch.bincount(batch.token_step)[batch.token_step]
     batch = batch._replace(engine_logprobs=old)
     found["old"] = old
     pairs = []
