@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from envs.response import action_words
-from runtime.ranges import Count
 
 WAYS = ("north", "east", "south", "west")
 GUARDED = ("gate", "tower", "bridge", "ferry")
@@ -58,9 +57,9 @@ def wrong_habit(sign: str) -> str:
 
 @dataclass
 class CrossingsArgs:
-    crossings: Count = 16  # A walk has so many crossings.
-    guarded: Count = 10  # So many of them are guarded.
-    needed: Count = 7  # A walk succeeds with so many right answers at guarded places.
+    crossings: int = 16  # Crossings of a walk; each takes a step.
+    guarded: int = 10  # Number of crossings that are guarded.
+    needed: int = 7  # Right answers at guarded crossings that a walk needs to succeed.
 
 
 class Crossings:

@@ -22,7 +22,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from envs.response import action_words
-from runtime.ranges import whole
 
 import numpy as np
 
@@ -223,8 +222,8 @@ def train_room(task: int, size: int, num_boxes: int) -> Room:
 class SokobanArgs:
     """The flags of this world."""
 
-    num_boxes: whole(1, 4) = 1  # Boxes in a room; 2 are much harder.
-    room_size: whole(6, 10) = 6  # Side of the room [cells], walls included.
+    num_boxes: int = 1  # Boxes in a room; 2 are much harder than 1.
+    room_size: int = 6  # Side of the room [cells], walls included.
 
 
 class Sokoban:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from envs import sokoban
 from envs.sokoban import INVALID, Sokoban, SokobanArgs
-from runtime.ranges import Natural, whole
 
 import numpy as np
 from gym_sokoban.envs.render_utils import room_to_rgb
@@ -64,9 +63,9 @@ def render(signs: bytes, columns: int, cell: int) -> bytes:
 class VisualSokobanArgs(SokobanArgs):
     """The flags of this world, and of what sees it."""
 
-    cell_pixels: whole(1, 1024) = TILE
+    cell_pixels: int = TILE
     """Side of a cell in the picture [pixels], 16 as drawn; 28 gives Qwen2.5-VL a token a cell."""
-    saved_pictures: Natural = 1000
+    saved_pictures: int = 1000
     """Most pictures that a run keeps beside its episodes (runs/NAME/pictures), each once."""
     freeze_vision: bool = False
     """Train the language side alone; the tower sees a picture once."""

@@ -1,24 +1,17 @@
-"""The flags of a run, reading the command line, and refusing what cannot work."""
+"""The flags of a run, what values every flag may have, and reading the command line."""
 
 import ast
 import math
-import os
-import re
 import sys
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from importlib.util import find_spec
-from pathlib import Path
+from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
-from urllib.parse import urlsplit
 
-from runtime.models import ModelError, check_directory, read_object
-from runtime.ranges import UNDECLARED, Count, Name, Natural, Range, Share, Text, ZeroOrMore
-from runtime.view.terminal import warn
+from runtime.ranges import LARGE, MOST, SMALL, Range, Text
 
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]  # flags of a dataclass under their own names: --engine
 
@@ -28,164 +21,214 @@ class RunArgs:
     """Flags of a run: nothing of them changes what is learnt, but for --dtype's precision."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
-    """What samples: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if there."""
+    """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""
     engine_url: tuple[str, ...] = ()
-    """Addresses of vLLM servers that sample instead: http://a:8000 http://b:8000."""
-    engine_memory: Count = 2
-    """Memory of the engine's cache of keys and values on a CPU [GiB]; see --engine-gpu-share."""
-    engine_gpu_share: Share = 0.4
-    """Share of a GPU's memory that the engine has, all in all; vLLM leaves it while it sleeps."""
+    """Addresses of vLLM servers that sample in place of --engine: http://a:8000 http://b:8000."""
+    engine_memory: int = 2
+    """Size of the engine's key-value cache on a CPU [GiB]; on a GPU --engine-gpu-share counts."""
+    engine_gpu_share: float = 0.4
+    """Share of a GPU's memory that the engine takes, weights and cache; vLLM frees it to train."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of engine, matrix products and frozen weights; the rest is float32."""
-    micro_batch_tokens: Count = 8192
-    """Most tokens in one forward and backward pass: bounds the memory, changes no result."""
+    """Precision of engine, matrix products and frozen weights; large models need bfloat16."""
+    micro_batch_tokens: int = 8192  # Most tokens in a forward pass: bounds memory, not the result.
     gradient_checkpointing: bool = False
-    """Compute each layer again in the backward pass: less memory, by a third more time."""
-    eval_every: Count = 10
-    """Iterations from one evaluation to the next; the last iteration is always evaluated."""
-    eval_only: bool = False
-    """Evaluate --model on the panel and stop."""
+    """Recompute each layer in the backward pass: less memory for about a third more time."""
+    eval_every: int = 10  # Iterations between evaluations; the last iteration is always evaluated.
+    eval_only: bool = False  # Evaluate --model and stop, without training.
     eval_set: Literal["panel", "validation"] = "panel"
-    """Tasks that evaluate: the panel that is reported, or those on which rates are chosen."""
-    eval_tasks: Count = 128
-    """Size of the evaluation panel: always the first tasks of the world's fixed list."""
-    eval_samples: Count = 2
-    """Episodes per task of the panel."""
-    eval_temperature: ZeroOrMore = 0.4
-    """Sampling temperature in evaluation (paper: 0.4); 0 takes the likeliest token."""
-    runs_dir: str = "runs"
-    """Directory in which runs are kept."""
-    run_name: Name = ""
-    """Directory of this run below --runs-dir; empty: script, seed and time."""
+    """Tasks that evaluate: the panel, which is reported, or those on which settings are chosen."""
+    eval_tasks: int = 128  # Number of tasks that evaluate, the first ones of the world's list.
+    eval_samples: int = 2  # Episodes per task in an evaluation.
+    eval_temperature: float = 0.4  # Sampling temperature in evaluation (paper: 0.4); 0: greedy.
+    runs_dir: str = "runs"  # Directory in which runs are kept.
+    run_name: str = ""  # Name of this run's directory in --runs-dir; empty: script, seed and time.
     resume: str = ""
-    """Run to go on with (runs/NAME), its flags given again; auto: the one this command began."""
+    """Run to continue (runs/NAME), with the same flags; auto: the one that this command began."""
     override: tuple[str, ...] = ()
-    """Flags that may differ from those of the run that goes on, as in: learning-rate seed."""
-    save_every: Natural = 0
-    """Iterations from one checkpoint to the next; 0: so many that saving takes 5 % of the time."""
-    keep: Count = 2
-    """Checkpoints that are kept, the last ones; that of the best evaluation is kept too."""
-    processes: Count = 1
-    """Processes that the launcher has started (docs/many-gpus.md); another number is refused."""
+    """Flags that may differ from those of the run that --resume continues: learning-rate seed."""
+    save_every: int = 0  # Iterations between checkpoints; 0: as often as costs 5 % of the time.
+    keep: int = 2  # Number of latest checkpoints that are kept; the best evaluation's is kept too.
+    processes: int = 1
+    """Number of processes that the launcher started (docs/many-gpus.md); another one is refused."""
     trust_remote_code: bool = False
-    """Run the program that comes with --model; without this flag such a model is refused."""
-    quiet: bool = False
-    """Print warnings and errors alone."""
+    """Run the Python code that comes with --model; without this flag such a model is refused."""
+    quiet: bool = False  # Print only warnings and errors.
     track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works), as a sweep's agent always does."""
+    """Log to Weights & Biases too (WANDB_MODE=offline works); an agent of a sweep always does."""
+
+
+# What the value of a flag may be, of every script and world. A flag of your own, which is not here,
+# is any finite number or any printable line. A page whose flag differs says so beside it:
+# group_size: int = field(default=8, metadata={"least": 1})
+TABLE = {
+    Range(int, 0, MOST): """history policy_lora_rank critic_lora_rank prm_lora_rank prm_steps
+        prm_replay save_every num_products saved_pictures min_updates""",
+    Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
+        max_context_tokens minibatches eval_every eval_tasks eval_samples keep
+        micro_batch_tokens engine_memory processes in_flight crossings guarded needed
+        max_updates demonstrations batch_size episodes""",
+    Range(int, 2, MOST): "group_size",
+    Range(int, 0, 2**32 - 1): "seed",
+    Range(int, 1, 4): "num_boxes",
+    Range(int, 6, 10): "room_size",
+    Range(int, 1, 1024): "cell_pixels",
+    Range(int, 1, 100): "tries",
+    Range(int, 1, 256): "layers",
+    Range(int, 1, 16_384): "hidden heads kv_heads",
+    Range(int, 259, 1_000_000): "vocabulary",
+    Range(float, 0.0, 1.0): """learning_rate prm_learning_rate critic_learning_rate gamma gae_lambda
+        step_gamma distance_discount target noise observation_share""",
+    Range(float, 0.05, 0.95): "engine_gpu_share",
+    Range(float, SMALL, LARGE): "temperature clip value_clip timeout rotary_base",
+    Range(float, SMALL, LARGE, or_zero=True): "eval_temperature",
+    Range(float, SMALL, math.inf): "lr_halving max_grad_norm",  # inf: without a limit
+    Range(float, 0.0, LARGE): """alpha beta invalid_penalty engine_cap prm_ridge prm_weight_decay
+        pair_margin step_weight""",
+    Text(): """model runs_dir resume out step_reward webshop_data sotopia_data alfworld_data
+        partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
+        eval_judge_url eval_judge_model""",
+    Text(component=True): "run_name",
+}
+RANGES = {name: values for values, names in TABLE.items() for name in names.split()}
+OWN = {  # of a flag that is not in the table
+    int: Range(int, -(2**63), 2**63 - 1),
+    float: Range(float, -sys.float_info.max, sys.float_info.max),
+    str: Text(),
+    tuple[str, ...]: Text(),
+}
 
 
 # ------------ the command line ------------
 
 
+@dataclass
+class Flag:
+    """What a flag may be."""
+
+    kind: Any  # its type
+    default: Any
+    values: Range | Text | None  # of the table; None where the type says all
+    positional: bool  # words without a name: tyro.conf.Positional
+
+    def refusal(self, value: str) -> str:
+        """Why this cannot be the flag's value, or nothing."""
+        if get_origin(self.kind) is Literal:
+            choices = [str(choice) for choice in get_args(self.kind)]
+            named = ", ".join(choice or '""' for choice in choices)
+            return "" if value in choices else f"has to be one of {named}"
+        if isinstance(self.values, Text) and not value:  # only where it is empty by itself
+            return "" if self.default == "" else "is empty"
+        return self.values.refusal(value) if self.values else ""
+
+
 def parse(args_class: type[T], description: str) -> T:
     """The script's flags from the command line; exits with one line where a flag is unknown or its
-    value is not what its type says (runtime/ranges.py).
+    value is not what its type and the table say.
 
     Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
     --flag=False, and a list as --flag=['a', 'b']."""
-    kinds = kinds_of(args_class)
-    argv = [part for word in sys.argv[1:] for part in as_words(word, kinds)]
+    flags, argv = kinds_of(args_class), sys.argv[1:]
     if not {"-h", "--help"} & {*argv}:
-        check_words(argv, kinds)
-    return tyro.cli(args_class, args=argv, description=description)
+        argv = check_words(argv, flags)
+    return tyro.cli(args_class, args=argv, description=description, registry=metavars(flags))
 
 
-def kinds_of(args_class) -> dict[str, tuple[Any, Any]]:
-    """{name: (its type, its default)} of all flags, also those of nested dataclasses."""
-    kinds, hints = {}, get_type_hints(args_class, include_extras=True)
+def kinds_of(args_class) -> dict[str, Flag]:
+    """All flags by their names, also those of nested dataclasses."""
+    flags, hints = {}, get_type_hints(args_class, include_extras=True)
     for each in fields(args_class):
-        kind = hints[each.name]
-        nested = getattr(kind, "__origin__", kind)
-        if is_dataclass(nested):
-            kinds |= kinds_of(nested)
-        else:
-            kinds[each.name] = kind, each.default
-    return kinds
+        marks = getattr(hints[each.name], "__metadata__", ())
+        kind = hints[each.name].__origin__ if marks else hints[each.name]
+        if is_dataclass(kind):
+            flags |= kinds_of(kind)
+            continue
+        values = RANGES.get(each.name)
+        if not values or values.kind is not kind:
+            values = OWN.get(kind)
+        ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
+        values = replace(values, **ends) if ends else values
+        flags[each.name] = Flag(kind, each.default, values, tyro.conf.Positional in marks)
+    return flags
 
 
-def as_words(word: str, kinds: dict) -> list[str]:
-    """--flag=True as --flag, --flag=False as --no-flag, --flag=['a', 'b'] as --flag a b; another
-    word as it is."""
-    name, equals, value = word.partition("=")
-    name = name.removeprefix("--").replace("-", "_")
-    if not word.startswith("--") or not equals or name not in kinds:
-        return [word]
+def metavars(flags: dict[str, Flag]) -> tyro.constructors.ConstructorRegistry:
+    """With it --help shows the range of each number, as in --clip FLOAT>0."""
+    registry, asking = tyro.constructors.ConstructorRegistry(), []
 
-    flag, kind = name.replace("_", "-"), kinds[name][0]
-    if kind is bool:
-        if value.lower() not in ("true", "false"):
-            refuse(name, value, "True or False")
-        return [f"--{flag}" if value.lower() == "true" else f"--no-{flag}"]
+    @registry.struct_rule
+    def with_metavars(info):
+        if not is_dataclass(info.type) or asking:
+            return None  # tyro's own rule
+        asking.append(info)
+        found = registry.get_struct_spec(info)
+        asking.pop()
+        return replace(found, fields=tuple(map(with_metavar, found.fields)))
 
-    if get_origin(kind) is tuple and value.startswith("["):
-        try:
-            values = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            refuse(name, value, "no list, as in ['a', 'b']")
-        return [f"--{flag}", *map(str, values)]
-    return [word]
+    def with_metavar(field):
+        values = flags[field.name].values if field.name in flags else None
+        if not isinstance(values, Range):
+            return field
+        return replace(field, type=Annotated[field.type, tyro.conf.arg(metavar=values.metavar)])
+
+    return registry
 
 
-def check_words(argv: list[str], kinds: dict) -> None:
-    """Exit with one line where a word of the command line is no flag, or not what a flag needs.
-    Words without a flag are taken where a field is tyro.conf.Positional."""
-    takes_words = any(map(is_positional, kinds.values()))
-    kinds = {name: kind for name, kind in kinds.items() if not is_positional(kind)}
-    words = iter(enumerate(argv))
-    for place, word in words:
+def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
+    """The command line as tyro reads it; exits with one line where a word is no flag, or not what
+    a flag needs."""
+    takes_words = any(flag.positional for flag in flags.values())
+    flags = {name: flag for name, flag in flags.items() if not flag.positional}
+    words, checked = [*argv], []
+    while words:
+        word = words.pop(0)
         if takes_words and not word.startswith("-"):
-            if reason := Text(may_be_empty=False).refusal(word):
+            if reason := Text().refusal(word) if word else "is empty":
                 sys.exit(f"{shown(word)}: {reason}")
+            checked.append(word)
             continue
         flag, equals, value = word.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if name.removeprefix("no_") in kinds and kinds[name.removeprefix("no_")][0] is bool:
-            if not equals:
-                continue
-        if not word.startswith("--") or name not in kinds:
-            near = get_close_matches(name, kinds, 1)
+        flag, name = flag.replace("_", "-"), name_of(word)
+        if name not in flags and is_flag(word, flags) and not equals:  # --no-flag
+            checked.append(flag)
+            continue
+        if name not in flags or not word.startswith("--"):
+            near = get_close_matches(name, flags, 1)
             meant = f"; perhaps --{near[0].replace('_', '-')}" if near else ""
             sys.exit(f"{shown(word)}: no such flag{meant}; --help names them all")
 
-        kind, default = kinds[name]
-        if get_origin(kind) is tuple:  # all words up to the next flag
-            for word in argv[place + 1 :]:
-                if word.startswith("--"):
-                    break
-                next(words)
+        kind, values = flags[name].kind, [value] if equals else []
+        if kind is bool:
+            if equals and value.lower() not in ("true", "false"):
+                refuse(name, value, "True or False")
+            checked.append(flag if value.lower() != "false" else f"--no-{flag[2:]}")
             continue
-        if not equals:
-            value = next(words, (0, None))[1]
-            if value is None or is_flag(value, kinds):
+        if get_origin(kind) is tuple:
+            values += [words.pop(0) for word in takewhile(lambda w: w[:2] != "--", [*words])]
+            if value.startswith("["):
+                try:
+                    values = [*map(str, ast.literal_eval(value))]
+                except (ValueError, SyntaxError):
+                    refuse(name, value, "no list, as in ['a', 'b']")
+        elif not equals:
+            if not words or is_flag(words[0], flags):
                 sys.exit(f"{flag}: a value is missing")
-        if reason := refusal(kind, default, value):
-            refuse(name, "..." if name.endswith("url") else value, reason)  # it may hold a key
+            values.append(words.pop(0))
+        for value in values:
+            if reason := flags[name].refusal(value):
+                refuse(name, "..." if name.endswith("url") else value, reason)  # it may hold a key
+        checked += [f"{flag}={value}"] if get_origin(kind) is not tuple else [flag, *values]
+    return checked
 
 
-def is_positional(kind: tuple[Any, Any]) -> bool:
-    """Whether a flag of kinds_of is words without a name."""
-    return tyro.conf.Positional in getattr(kind[0], "__metadata__", ())
+def name_of(word: str) -> str:
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def is_flag(word: str, kinds: dict) -> bool:
-    """Whether a word of the command line is the name of a flag."""
-    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-    return word.startswith("--") and (name in kinds or name.removeprefix("no_") in kinds)
-
-
-def refusal(kind, default, value: str) -> str:
-    """Why this value cannot be that of a flag of this type, or nothing."""
-    if get_origin(kind) is Literal:
-        choices = [str(choice) for choice in get_args(kind)]
-        named = ", ".join(choice or '""' for choice in choices)
-        return "" if value in choices else f"has to be one of {named}"
-    found = [m for m in getattr(kind, "__metadata__", ()) if isinstance(m, Range | Text)]
-    if not found and kind in UNDECLARED:
-        found = [UNDECLARED[kind]]
-    if not found and kind is str:  # only where it is empty by itself may it be empty
-        found = [Text(may_be_empty=default == "")]
-    return found[0].refusal(value) if found else ""
+def is_flag(word: str, flags: dict[str, Flag]) -> bool:
+    """Whether a word of the command line is the name of a flag, or --no-flag of a boolean."""
+    name = name_of(word)
+    opposite = flags.get(name.removeprefix("no_"))
+    return word.startswith("--") and (name in flags or (opposite and opposite.kind is bool))
 
 
 def flags_of(args) -> dict:
@@ -203,52 +246,6 @@ def flags_of(args) -> dict:
     return flags
 
 
-# ------------ what cannot work ------------
-
-MOST_EPISODES = 1_000_000  # side by side
-
-
-def check(args, env) -> tuple[str, Any]:
-    """The directory (or hub name) of --model, and its configuration; exits with one line that names
-    the flag where arguments cannot work. Nothing is loaded but the model's configuration."""
-    run_args = args.run_args
-    tasks = evaluation_tasks(env, run_args.eval_set)
-    if run_args.eval_tasks > len(tasks):
-        there = f"the {run_args.eval_set} of {env.name} has {len(tasks)}"
-        refuse("eval_tasks", run_args.eval_tasks, there)
-    if args.tasks_per_iteration > len(env.train_tasks):
-        reason = f"{env.name} has {len(env.train_tasks)} training tasks"
-        refuse("tasks_per_iteration", args.tasks_per_iteration, reason)
-    episodes = {"group_size": args.tasks_per_iteration * args.group_size}
-    episodes["eval_samples"] = run_args.eval_tasks * run_args.eval_samples
-    for name, number in episodes.items():
-        if number > MOST_EPISODES:
-            value = flags_of(args)[name]
-            refuse(name, value, f"{number:,} episodes at once, {MOST_EPISODES:,} are the most")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if run_args.engine_memory > memory:
-        reason = f"this machine has {memory:.0f} GiB of memory"
-        refuse("engine_memory", run_args.engine_memory, reason)
-    if args.max_action_tokens >= args.max_context_tokens:
-        reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
-        refuse("max_action_tokens", args.max_action_tokens, reason)
-    check_servers(args, env)
-    if run_args.engine == "vllm" and not run_args.engine_url and not find_spec("vllm"):
-        refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
-    check_writable("runs_dir", run_args.runs_dir)
-    return check_model(args, env)
-
-
-def evaluation_tasks(env, eval_set: str):
-    """The tasks of the world that evaluates, where --eval-set is this; exits where it has none."""
-    world = getattr(env, "eval_env", env)
-    if eval_set == "panel":
-        return world.eval_tasks
-    if not hasattr(world, "validation_tasks"):
-        refuse("eval_set", eval_set, f"{env.name} has no validation_tasks (envs/README.md)")
-    return world.validation_tasks
-
-
 def refuse(name: str, value, reason: str) -> None:
     """Exit with one line that names the flag, what was given and why it cannot be."""
     sys.exit(f"--{name.replace('_', '-')} {shown(value)}: {shown(reason, 900)}")
@@ -259,120 +256,3 @@ def shown(value, most: int = 300) -> str:
     text = str(value) or '""'
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def check_servers(args, env) -> None:
-    """Refuse addresses of servers that are none, and what servers cannot do."""
-    from runtime.vision.pictures import shows_pictures
-
-    run_args = args.run_args
-    for url in run_args.engine_url:
-        if reason := check_address(url):
-            refuse("engine_url", "...", reason)  # it may hold a key
-    if run_args.engine_url and run_args.engine == "hf":
-        refuse("engine", "hf", "the servers of --engine-url are vLLM's")
-    if run_args.engine_url and shows_pictures(env):
-        refuse("engine_url", " ".join(run_args.engine_url), "pictures are not sent to servers")
-
-
-def check_address(url: str) -> str:
-    """What is wrong with the address of a server, or nothing."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        parts.hostname.encode("idna")
-    except (ValueError, AttributeError):  # a port or an address that is none
-        usable = False
-    if not usable or not url.isprintable() or re.search(r"[\s\\]", url):
-        return "no http address, as http://localhost:8000"
-    if set("@?#") & set(url) or parts.path.strip("/"):
-        return "no user, password, path, query or fragment belongs in the address"
-    return ""
-
-
-def check_writable(flag: str, directory: str) -> None:
-    trial = Path(directory, f".{os.getpid()}")
-    try:
-        trial.mkdir(parents=True)
-        trial.rmdir()
-    except OSError as error:
-        refuse(flag, directory, f"cannot be written ({error.strerror})")
-
-
-def check_model(args, env) -> tuple[str, Any]:
-    """The directory or hub name of --model, whose files were looked at, and its configuration."""
-    places = Path(args.model), ROOT / args.model
-    path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
-    trust = args.run_args.trust_remote_code
-    check_files(Path(path), args.model)
-    check_ranks(args, Path(path))
-    config = config_of(path, args.model, trust)
-
-    if Path(path).is_dir():
-        check_safetensors(Path(path), args.model)
-    if trust:
-        runs = f"runs whatever program comes with {args.model}"
-        warn(f"--trust-remote-code {runs}")
-    check_sight(path, config, args, env)
-    longest = config.get_text_config().max_position_embeddings
-    if args.max_context_tokens > longest:
-        reason = f"--model {args.model} was made for {longest}"
-        refuse("max_context_tokens", args.max_context_tokens, reason)
-    return path, config
-
-
-def check_files(path: Path, model: str) -> None:
-    """Refuse a directory whose files cannot be a model's, before anything of them is read."""
-    if path.is_dir():
-        try:
-            check_directory(path)
-        except ModelError as error:
-            refuse("model", model, str(error))
-
-
-def check_ranks(args, path: Path) -> None:
-    """Refuse an adapter that is wider than the model itself."""
-    if not (path / "config.json").is_file():
-        return
-    config = read_object(path / "config.json")
-    width = (config.get("text_config") or config).get("hidden_size")
-    for name, rank in flags_of(args).items():
-        if name.endswith("lora_rank") and width and rank > width:
-            refuse(name, rank, f"--model {args.model} is {width} wide")
-
-
-def config_of(path: str, model: str, trust: bool):
-    """The model's configuration, which says for how long sequences it was made; or a refusal."""
-    from huggingface_hub.utils.logging import set_verbosity_error
-    from transformers import AutoConfig
-
-    set_verbosity_error()  # without a network it would count its tries
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        config.get_text_config().max_position_embeddings  # noqa: B018 (a policy has one)
-        return config
-    except Exception as error:  # hub, file system and configuration have no common class
-        if "trust_remote_code" in str(error):
-            reason = "it brings a program of its own, which only --trust-remote-code runs"
-            refuse("model", model, reason)
-        first = str(error).splitlines()[0]
-        refuse("model", model, f"no model, in a directory or on the hub ({first})")
-
-
-def check_sight(path: str, config, args, env) -> None:
-    """Where the world shows pictures, refuse a model that does not see them, or not as they are;
-    where it shows none, one that is made for them."""
-    from runtime.vision.pictures import PictureProcessor, shows_pictures
-
-    if shows_pictures(env):
-        picture = env.reset(env.eval_tasks[0]).picture
-        PictureProcessor(path, config, args.model).patches(picture)
-    elif hasattr(config, "vision_config"):
-        reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"
-        refuse("model", args.model, reason)
-
-
-def check_safetensors(path: Path, model: str) -> None:
-    """Refuse a directory without safetensors."""
-    if not any(path.glob("*.safetensors")):
-        refuse("model", model, "no .safetensors file there, and pickles (.bin) are not read")

@@ -2,10 +2,10 @@
 
 import re
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 
-from runtime.flags import RunArgs, parse
+from runtime.flags import RunArgs, kinds_of, parse
 
 import pytest
 from conftest import ROOT, TRAINERS, load, run_main, scripts_with
@@ -43,8 +43,13 @@ def flags_in(kind) -> list[str]:
 # ------------ what may be written ------------
 
 
-@pytest.mark.parametrize("script", scripts_with("prm_update"))
-def test_a_boolean_may_be_written_as_a_sweep_writes_it(script, parsed):
+@dataclass
+class Switches:
+    prm_skill: bool = True
+    decay: bool = False
+
+
+def test_a_boolean_may_be_written_as_a_sweep_writes_it(monkeypatch):
     for words, expected in {
         ("--prm_skill=False",): False,
         ("--prm-skill=False",): False,
@@ -57,9 +62,9 @@ def test_a_boolean_may_be_written_as_a_sweep_writes_it(script, parsed):
         (): True,
         ("--prm_skill=False", "--prm_skill=True"): True,  # the last one counts
     }.items():
-        args = parsed(script, *words)
-        assert args.prm_skill is expected, words
-        assert args.equal_length_pairs is True and args.run_args.eval_only is False
+        monkeypatch.setattr(sys, "argv", ["page.py", *words])
+        args = parse(Switches, "")
+        assert args.prm_skill is expected and args.decay is False, words
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -82,6 +87,8 @@ def test_a_sweeps_whole_line_is_read(script, parsed):
     assert run_args.track is True and run_args.eval_only is True
     assert run_args.trust_remote_code is False
     assert run_args.run_name == "True=1" and run_args.override == ("seed", "clip")
+    for small in (["--learning_rate=1e-05"], ["--learning-rate", "1e-5"]):  # as Python writes it
+        assert parsed(script, *small).learning_rate == 1e-5
     if hasattr(args, "alpha"):
         assert parsed(script, "--alpha=1.0").alpha == parsed(script, "--alpha", "1").alpha == 1.0
 
@@ -103,7 +110,7 @@ def test_a_list_may_be_written_as_a_sweep_writes_it(script, parsed):
 @pytest.mark.parametrize("value", ("maybe", "", "0", "1", "yes", "None", "Truee"))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_is_no_boolean_is_refused_in_one_line_with_the_flags_name(script, value, parsed):
-    flags = [flag for flag in ("--eval_only", "--decay", "--prm_skill") if knows(script, flag)]
+    flags = [flag for flag in ("--eval_only", "--decay") if knows(script, flag)]
     assert flags
     for flag in flags:
         for written in (flag, flag.replace("_", "-")):
@@ -127,8 +134,8 @@ def test_a_refused_boolean_as_main_says_it(tmp_path):
 
 
 @cache
-def help_of(script) -> dict[str, str]:
-    """{flag: its help text, in one line}, as --help has them."""
+def help_of(script, part: str = "text") -> dict[str, str]:
+    """{flag: its help text, in one line, or its metavar}, as --help has them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "1000")  # no text is wrapped
         said = run_main(script, "--help", cwd=ROOT).stdout
@@ -148,7 +155,8 @@ def help_of(script) -> dict[str, str]:
         flags, *text = re.split(r" {2,}", first, maxsplit=1)
         text = " ".join(part.strip() for part in [*text, *rest])
         for flag in flags.split(", "):
-            helps[flag.split()[0]] = text
+            name, _, metavar = flag.partition(" ")
+            helps[name] = text if part == "text" else metavar
     return helps
 
 
@@ -179,6 +187,24 @@ def test_every_help_text_is_a_sentence_of_its_own(script):
         assert sentence.strip() and not sentence.startswith("("), f"{flag} has no help text"
         assert not sentence.lower().startswith("of "), f"{flag}: {sentence}"
         assert sentence[0].isupper() and sentence.endswith("."), f"{flag}: {sentence}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_range_of_every_number(script):
+    """From the table: the page has plain types."""
+    shown = help_of(script, "metavar")
+    assert shown["--seed"] == "INT>=0" and shown["--temperature"] == "FLOAT>0"
+    assert shown["--learning-rate"] == "0<=FLOAT<=1" and shown["--model"] == "STR"
+    for name, flag in kinds_of(load(script).Args).items():
+        if flag.kind in (int, float):
+            assert shown[f"--{name.replace('_', '-')}"] == flag.values.metavar != "", name
+
+
+def test_types_on_pages_and_in_worlds_are_plain():
+    pages = [ROOT / f"{script}.py" for script in (*SCRIPTS, "view")]
+    for file in (*pages, *ROOT.glob("envs/**/*.py")):
+        text = file.read_text()
+        assert "runtime.ranges" not in text and "Annotated" not in text, file
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

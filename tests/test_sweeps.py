@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from runtime.flags import flags_of, parse
-from runtime.run import FREE
+from runtime.saving.opening import FREE
 
 import pytest
 from conftest import ROOT, load
@@ -138,8 +138,8 @@ def test_the_files_cover_what_is_swept():
     assert {body["method"] for body in methods} == {"grid", "random", "bayes"}
     for body in methods:
         assert ("early_terminate" in body) == (body["method"] == "bayes")
-    booleans = [p for b in methods for p in b["parameters"].values() if True in p.get("values", [])]
-    assert booleans
+    lists = [p for b in methods for p in b["parameters"].values() if [] in p.get("values", [])]
+    assert lists
 
 
 # ------------ the command line of W&B's agent ------------
@@ -169,7 +169,7 @@ def test_the_agents_run_has_the_arguments_of_the_runners(tmp_path, monkeypatch):
     """Booleans and a list included; and the agent's run is tracked without --track."""
     values = {"iterations": 1, "tasks_per_iteration": 2, "group_size": 2, "eval_tasks": 2}
     values |= {"eval_samples": 1, "max_steps": 2, "engine": "hf", "alpha": 1e-05, "seed": 3}
-    values |= {"equal_length_pairs": False, "prm_skill": True, "save_every": 2}
+    values |= {"gradient_checkpointing": False, "quiet": True, "save_every": 2}
     values |= {"override": ["seed", "clip"], "resume": "auto"}  # which --override needs
     body = {"program": "istar_sokoban.py", "method": "grid", "metric": {"name": "eval/success"}}
     body["parameters"] = {name: {"values": [value]} for name, value in values.items()}
@@ -192,7 +192,7 @@ def test_the_agents_run_has_the_arguments_of_the_runners(tmp_path, monkeypatch):
     assert {k: v for k, v in one.items() if k not in placed} == {
         k: v for k, v in other.items() if k not in placed
     }
-    assert one["override"] == ["seed", "clip"] and one["equal_length_pairs"] is False
+    assert one["override"] == ["seed", "clip"] and one["gradient_checkpointing"] is False
     assert not list((by_runner.parent).glob("wandb")) and one["track"] is other["track"] is False
 
 
@@ -201,7 +201,7 @@ def test_the_runner_builds_the_agents_command(file):
     from wandb.sdk.launch.sweeps import utils
 
     body = runner.read_sweep(file)
-    row = {"alpha": 0.1, "equal_length_pairs": False, "override": ["a", "b"], "run_name": "x y"}
+    row = {"alpha": 0.1, "quiet": False, "override": ["a", "b"], "run_name": "x y"}
     args = {name: {"value": value} for name, value in row.items()}
     variables = utils.create_sweep_command_args({"args": args})
     variables |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable]}

@@ -32,7 +32,6 @@ from envs.webshop.catalogue import (
     make_validation_goals,
 )
 from envs.webshop.search import cache_directory, write_atomically
-from runtime.ranges import Natural
 
 from thefuzz import fuzz
 
@@ -457,7 +456,7 @@ class WebShopArgs:
     webshop_data: str = ""
     """Directory of the original's three files, or hub to fetch them; empty: a shop of our own."""
 
-    num_products: Natural = 0  # Products of the file that are kept, the first ones; 0: all.
+    num_products: int = 0  # Number of products that are kept, the first of the file; 0: all.
 
     goals: Literal["human", "synthetic"] = "human"
     """Whose instructions: people's own, or those that the original generates."""
