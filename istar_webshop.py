@@ -353,7 +353,7 @@ def main():
 
         for task in sorted({episodes[winner].task for winner, _ in pairs}):
             replay.append([t for t in episodes if t.task == task])
-        del replay[: -args.prm_replay]
+        del replay[: max(0, len(replay) - args.prm_replay)]
         learnt = [prm_update(prm, policy, part, args) for part in draw(replay, args)]
         run.log("prm", mean_of(learnt))
         run.lap("prm")
