@@ -223,7 +223,7 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
     return beta * (prm_logprobs - old_logprobs)
 
 
-def margins(rewards: torch.Tensor, step_traj: torch.Tensor, pairs: list) -> torch.Tensor:
+def margins(rewards, step_traj, pairs: list) -> torch.Tensor:
     """L(tau+) - L(tau-) of each pair, [P] from [S], over all steps of both."""
     sums = rewards.new_zeros(int(step_traj.max()) + 1).index_add(0, step_traj, rewards)  # [N]
     winners, losers = torch.tensor(pairs).T

@@ -226,7 +226,7 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
     return beta * (prm_logprobs - old_logprobs)
 
 
-def margins(rewards: torch.Tensor, step_traj: torch.Tensor, pairs: list) -> torch.Tensor:
+def margins(rewards, step_traj, pairs: list) -> torch.Tensor:
     """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both: a
     failure runs to the step limit, and length alone would decide."""
     of_each = rewards.split(torch.bincount(step_traj).tolist())  # N of [T]
@@ -272,7 +272,7 @@ def draw(replay: list, args) -> list[list[Trajectory]]:
     return [[t for group in part for t in best_and_worst(group)] for part in dealt]
 
 
-def best_and_worst(group: list[Trajectory]) -> list[Trajectory]:
+def best_and_worst(group: list[Trajectory]) -> list:
     """Two episodes of a group; among equal outcomes chance decides."""
     by_outcome = sorted(random.sample(group, len(group)), key=lambda t: t.outcome)
     return [by_outcome[0], by_outcome[-1]]

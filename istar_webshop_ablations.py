@@ -262,7 +262,7 @@ def draw(replay: list, args) -> list[list[Trajectory]]:
     return [[t for group in part for t in best_and_worst(group)] for part in dealt]
 
 
-def best_and_worst(group: list[Trajectory]) -> list[Trajectory]:
+def best_and_worst(group: list[Trajectory]) -> list:
     """Two episodes of a group; among equal outcomes chance decides."""
     by_outcome = sorted(random.sample(group, len(group)), key=lambda t: t.outcome)
     return [by_outcome[0], by_outcome[-1]]
