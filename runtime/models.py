@@ -1,7 +1,7 @@
 """Reading --model: what cannot be a policy is refused in one line that names the file and the fix.
 
 check_directory looks at files and headers alone, before a run is begun; the others read the model.
-Nothing that a file lacks is made up: a weight that is missing is not drawn at random.
+A weight that a file lacks is not drawn at random.
 """
 
 import json
@@ -31,51 +31,40 @@ class ModelError(ValueError):
 def check_directory(path: Path) -> None:
     """Raise ModelError where the files of a model cannot be what they should be."""
     for file in sorted(path.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".jinja", ".txt", ".model"):
-            if not file.is_file():
-                raise ModelError(f"{file.name} is no file (a pipe, a directory or a broken link)")
+        if file.suffix in (".json", ".safetensors", ".jinja", ".txt") and not file.is_file():
+            raise ModelError(f"{file.name} is no file (a pipe, a directory or a broken link)")
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
         merge = "merge it into its base model first (merge_and_unload of peft), and save that"
         raise ModelError(f"an adapter alone, without its base model; {merge}")
+    for file in [*path.glob("*_config.json"), *path.glob("tokenizer.json")]:
+        read_object(file)
 
-    for name in ("generation", "tokenizer", "preprocessor"):
-        if (path / f"{name}_config.json").exists():
-            read_object(path / f"{name}_config.json")
-    if (path / "tokenizer.json").exists():
-        read_object(path / "tokenizer.json")
     config = read_object(path / "config.json")
     if config.get("quantization_config"):
         raise ModelError("config.json: quantised weights do not train; take the model in bfloat16")
     parts = [config]
     for name in ("text_config", "vision_config"):
-        part = config.get(name) or {}
-        if not isinstance(part, dict):
+        parts.append(config.get(name) or {})
+        if not isinstance(parts[-1], dict):
             raise ModelError(f"config.json: {name} is no object")
-        parts.append(part)
     for part in parts:
-        check_sizes(part)
+        for name in SIZES:
+            size = part.get(name, 1)
+            if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
+                raise ModelError(f"config.json: {name} is {size!r}"[:200])
+        heads = part.get("num_attention_heads") or part.get("num_heads")
+        width = part.get("hidden_size")
+        if heads and width and not part.get("head_dim") and width % heads:
+            raise ModelError(f"config.json: hidden_size {width} is no multiple of {heads} heads")
 
     index = path / "model.safetensors.index.json"
     if index.exists():
         shards = read_object(index).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        if not isinstance(shards, dict):
             raise ModelError(f"{index.name}: weight_map is missing or damaged")
-        if missing := sorted({s for s in shards.values() if not (path / s).is_file()}):
-            raise ModelError(f"{missing[0]} is missing, which {index.name} names")
-    names = "num_hidden_layers", "depth"
-    check_headers(path, [(name, part.get(name) or 0) for part in parts for name in names])
-
-
-def check_sizes(config: dict) -> None:
-    """Raise ModelError where the sizes of a part of config.json cannot be."""
-    for name in SIZES:
-        size = config.get(name)
-        if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
-            raise ModelError(f"config.json: {name} is {size!r}"[:200])
-    heads = config.get("num_attention_heads") or config.get("num_heads")
-    width = config.get("hidden_size")
-    if heads and width and not config.get("head_dim") and width % heads:
-        raise ModelError(f"config.json: hidden_size {width} is no multiple of {heads} heads")
+        if missing := [s for s in map(str, shards.values()) if not (path / s).is_file()]:
+            raise ModelError(f"{min(missing)} is missing, which {index.name} names")
+    check_headers(path, parts)
 
 
 def read_object(file: Path) -> dict:
@@ -89,9 +78,9 @@ def read_object(file: Path) -> dict:
     return found
 
 
-def check_headers(path: Path, layers: list[tuple[str, int]]) -> None:
-    """Raise ModelError where safetensors cannot be read, or have not the weights of a model with so
-    many layers, as (their name in config.json, number)."""
+def check_headers(path: Path, configs: list[dict]) -> None:
+    """Raise ModelError where safetensors cannot be read, have weights that do not train, or have
+    fewer tensors than the parts of config.json have layers."""
     from safetensors import SafetensorError, safe_open
 
     count = 0
@@ -106,10 +95,11 @@ def check_headers(path: Path, layers: list[tuple[str, int]]) -> None:
                         raise ModelError(f"{file.name}: quantised weights do not train ({dtype})")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file.name} is no safetensors file ({error})") from error
-    for name, number in layers:
-        if number > count > 0:
+    for name in ("num_hidden_layers", "depth"):
+        layers = max(config.get(name) or 0 for config in configs)
+        if layers > count > 0:
             tensors = f"the safetensors have {count} tensors"
-            raise ModelError(f"config.json: {name} is {number}, and {tensors}")
+            raise ModelError(f"config.json: {name} is {layers}, and {tensors}")
 
 
 def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
@@ -117,9 +107,8 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
     that reads it. Raises ModelError where weights are missing, have another shape or are not
     finite."""
     import transformers
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()  # its table of missing weights is a line of ours
+    transformers.logging.set_verbosity_error()  # its table of missing weights is a line of ours
     try:
         model, found = getattr(transformers, kind).from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **reading
@@ -146,13 +135,8 @@ def read_seeing_model(path: str, model: str, reading: dict):
     """A Qwen2.5-VL with what reads pictures for it, model.picture_processor."""
     from runtime.vision.pictures import PictureProcessor
 
-    from transformers import AutoConfig
-
-    trust = reading["trust_remote_code"]
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    processor = PictureProcessor(path, config, model)
     causal = read_causal_model(path, "AutoModelForImageTextToText", **reading)
-    causal.picture_processor = processor
+    causal.picture_processor = PictureProcessor(path, causal.config, model)
     return causal
 
 
@@ -170,8 +154,8 @@ def check_head(model) -> None:
     if not torch.allclose(logits, ours, rtol=1e-2, atol=1e-3, equal_nan=True):
         config = model.config.get_text_config()
         found = [f"{name} {getattr(config, name)}" for name in AFTER_HEAD if hasattr(config, name)]
-        named = f" ({', '.join(found)})" if found else ""
-        raise ModelError(f"its logits are scaled or capped after its head{named}")
+        named = ", ".join(found) or config.model_type
+        raise ModelError(f"its logits are scaled or capped after its head ({named})")
 
 
 def read_tokenizer(path: str, model, trust: bool):
@@ -238,5 +222,5 @@ def time_limit(seconds: float):
 
 
 def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """The error's name, and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
