@@ -1,6 +1,7 @@
 """The token layout of a conversation, taken once from the tokenizer's chat template."""
 
 import sys
+from functools import partial
 
 from runtime.data import Context, joined
 
@@ -10,9 +11,11 @@ class Chat:
 
     Words of the environment are encoded as plain text: a template's token that stands in them does
     not become control. Nothing that was sampled is ever tokenised again. processor: the model's
-    runtime.vision.pictures.PictureProcessor, where the world shows pictures."""
+    runtime.vision.pictures.PictureProcessor, where the world shows pictures. ValueError where the
+    template has no such layout."""
 
     def __init__(self, tokenizer, stop_ids: list[int], processor=None):
+        self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
         marks = ["<mark one>", "<mark two>", "<mark three>"]
         roles = ["user", "assistant", "user"]
         turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
@@ -24,10 +27,8 @@ class Chat:
         between, answer = rest.split(marks[1])[1].split(marks[2])
         if not between or not answer:
             raise ValueError("nothing in it tells where an answer begins and ends")
-        self.head = tokenizer.encode(head, add_special_tokens=False)
-        self.between = tokenizer.encode(between, add_special_tokens=False)
-        self.answer = tokenizer.encode(answer, add_special_tokens=False)
-        self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
+        self.encode = partial(tokenizer.encode, add_special_tokens=False)
+        self.head, self.between, self.answer = map(self.encode, (head, between, answer))
         if processor:
             self.before, self.after = self.picture_frame(head, marks[0])
 
@@ -36,12 +37,10 @@ class Chat:
         content = [{"type": "image"}, {"type": "text", "text": mark}]
         turn = {"role": "user", "content": content}
         layout = self.tokenizer.apply_chat_template([turn], tokenize=False)
-        shown = layout.removeprefix(head).split(mark)[0]
-        ids = self.tokenizer.encode(shown, add_special_tokens=False)
+        ids = self.encode(layout.removeprefix(head).split(mark)[0])
         if ids.count(self.processor.image_token) != 1 or not layout.startswith(head):
-            sys.exit(
-                f"--model {self.processor.model}: its chat template has no place for a picture"
-            )
+            none = "its chat template has no place for a picture"
+            sys.exit(f"--model {self.processor.model}: {none}")
         place = ids.index(self.processor.image_token)
         return ids[:place], ids[place + 1 :]
 
@@ -50,7 +49,7 @@ class Chat:
         agent answers."""
         picture = getattr(text, "picture", None)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
-        words = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        words = self.encode(text, split_special_tokens=True)
         if picture is None:
             return words + self.answer
         shown = Context(self.processor.tokens(picture), [(0, picture)])
@@ -61,8 +60,8 @@ class Chat:
         return joined([self.head, self.message(text)])
 
     def observation(self, text: str, action: list[int]) -> list[int]:
-        """From the end of an action to where the agent answers again; its stop token is not fed
-        twice."""
+        """From the end of an action, whose stop token is not fed twice, to where the agent answers
+        again."""
         stopped = action[-1] == self.between[0]
         return joined([self.between[stopped:], self.message(text)])
 
@@ -70,6 +69,4 @@ class Chat:
         """The text of an action, without its stop token."""
         if self.processor:
             self.processor.refuse_sampled(action)
-        if action[-1] in self.stop_ids:
-            action = action[:-1]
-        return self.tokenizer.decode(action)
+        return self.tokenizer.decode(action[:-1] if action[-1] in self.stop_ids else action)
