@@ -266,11 +266,6 @@ def dense_parameters(model) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def policy_shapes(model) -> dict[str, torch.Size]:
-    """{name: shape} of what policy_weights yields, in its order."""
-    return {name: parameter.shape for name, parameter in dense_parameters(model).items()}
-
-
 def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""
@@ -300,3 +295,14 @@ def assert_finite(weights) -> None:
         parts = tensor.flatten().split(2**22)  # the answer takes memory too
         if not all(part.isfinite().all() for part in parts):
             raise FloatingPointError(f"the weights are not finite ({name})")
+
+
+def on_cpu(tensors) -> dict[str, torch.Tensor]:
+    """These (name, tensor), on the CPU of the first process. Raises FloatingPointError where one
+    has a number that is not finite."""
+    found = {}
+    for name, tensor in tensors:
+        assert_finite([(name, tensor)])
+        if processes.rank() == 0:
+            found[name] = tensor.cpu().contiguous()
+    return found

@@ -25,8 +25,7 @@ from weakref import WeakKeyDictionary
 
 from runtime.distributed import processes
 from runtime.engines import EngineError, Sample, SamplingParams
-from runtime.networks import adapter_weights, assert_finite, policy_shapes, policy_weights
-from runtime.saving.tensors import write_tensors
+from runtime.networks import adapter_weights, assert_finite, on_cpu, policy_weights
 from runtime.view.terminal import plain, warn
 
 import httpx2
@@ -343,8 +342,9 @@ class ServerEngine:
             self.weights = Weights(f"{self.path} alone", self.path, tag, str(path))
         else:
             dtype = getattr(torch, self.args.run_args.dtype)
-            shapes = {name: (dtype, shape) for name, shape in policy_shapes(model).items()}
-            write_tensors(path / "model.safetensors", shapes, policy_weights(model))
+            weights = on_cpu((name, tensor.to(dtype)) for name, tensor in policy_weights(model))
+            if processes.rank() == 0:
+                save_file(weights, path / "model.safetensors")
             self.weights = Weights(tag, str(path))
 
         failed = ""

@@ -27,8 +27,8 @@ from runtime.distributed import fsdp, processes
 from runtime.networks import (
     Network,
     adapter_weights,
-    assert_finite,
     is_adapted,
+    on_cpu,
     plain,
     policy_weights,
 )
@@ -240,17 +240,6 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
     tokenizer.save_pretrained(path)
     if hasattr(causal, "picture_processor"):
         causal.picture_processor.processor.save_pretrained(path)
-
-
-def on_cpu(tensors) -> dict[str, torch.Tensor]:
-    """These (name, tensor), on the CPU of the first process. Raises FloatingPointError where one
-    has a number that is not finite."""
-    found = {}
-    for name, tensor in tensors:
-        assert_finite([(name, tensor)])
-        if processes.rank() == 0:
-            found[name] = tensor.cpu().contiguous()
-    return found
 
 
 def export_policy(run: Path, networks: list[Network], tokenizer, args) -> None:
