@@ -455,10 +455,10 @@ RECORDS += [
     ("lock is a link", linked("lock"), ("lock", "link")),
     ("a draft is a link", linked(".metrics.jsonl.draft"), (".metrics.jsonl.draft", "link")),
     ("checkpoints is a link", linked("checkpoints"), ("checkpoints", "link")),
-    ("metrics.jsonl is a directory", directory(METRICS), (METRICS, "directory")),
-    ("episodes.jsonl is a pipe", queue(EPISODES), (EPISODES, "pipe")),
-    ("run.json is a pipe", queue("run.json"), ("run.json", "pipe")),
-    ("curve.png is a directory", directory("curve.png"), ("curve.png", "directory")),
+    ("metrics.jsonl is a directory", directory(METRICS), (METRICS, "place of a file")),
+    ("episodes.jsonl is a pipe", queue(EPISODES), (EPISODES, "place of a file")),
+    ("run.json is a pipe", queue("run.json"), ("run.json", "place of a file")),
+    ("curve.png is a directory", directory("curve.png"), ("curve.png", "place of a file")),
     ("policy is a directory", directory("policy"), ("policy", "move it away")),
     (
         "checkpoints is a file",
@@ -966,27 +966,27 @@ rloo_sokoban --clip=-1 --clip=nan --clip=0 --max-grad-norm=-1 --max-grad-norm=na
 rloo_sokoban --lr-halving=0 --invalid-penalty=nan --invalid-penalty=-0.1 --learning-rate=inf
 rloo_sokoban --learning-rate=nan --learning-rate=2 --temperature=nan --temperature=inf
 rloo_sokoban --temperature=1e-300 --eval-temperature=nan --eval-temperature=1e-300 --group-size=1
-rloo_sokoban --engine-correction=nan --engine-correction=-1 --seed=-1 --seed=18446744073709551616
+rloo_sokoban --engine-cap=nan --engine-cap=-1 --seed=-1 --seed=18446744073709551616
 rloo_sokoban --minibatches=0 --history=-1 --max-steps=0 --max-steps=1e3 --eval-tasks=0 --keep=0
 rloo_sokoban --iterations=0 --iterations=99999999999 --processes=0 --save-every=-1 --eval-every=-1
-rloo_sokoban --policy-lora-rank=-1 --engine=tpu --dtype=float16 --ratio=none --track=perhaps
+rloo_sokoban --policy-lora-rank=-1 --engine=tpu --dtype=float16 --ratio=token --track=perhaps
 rloo_sokoban --micro-batch-tokens=0 --engine-memory=0 --group-size=10000000 --eval-samples=10000000
 rloo_sokoban --max-context-tokens=16 --max-action-tokens=99999 --eval-tasks=129 --no-seed --sed=1
 rloo_sokoban --tasks-per-iteration=10001 --processes=2 --top-p=0.9 --clip= --seed=one --seed=0x10
 rloo_sokoban --policy-lora-rank=65 --engine-memory=100000 --max-steps=99999999999
 istar_sokoban --prm-lora-rank=10000000 --max-action-tokens=1024 --override=clip --resume=x
 istar_sokoban --pair-margin=nan --pair-margin=-1 --alpha=inf --alpha=nan --alpha=-1 --beta=nan
-istar_sokoban --beta=-0.05 --step-std-floor=0.1 --prm-drift-bound=1 --prm-ridge=nan
-istar_sokoban --prm-ridge=-1 --prm-ridge=inf --prm-replay=-1 --prm-replay=1.5 --prm-steps=-1
-istar_sokoban --prm-learning-rate=inf --prm-lora-rank=-1 --estimator=best --prm-follows=never
-istar_sokoban --prm-skill=0.5 --credit-invalid=maybe
+istar_sokoban --beta=-0.05 --prm-ridge=nan --prm-ridge=-1 --prm-ridge=inf --prm-replay=0
+istar_sokoban --prm-replay=-1 --prm-replay=1.5 --prm-steps=-1 --prm-learning-rate=inf
+istar_sokoban --prm-lora-rank=0 --prm-lora-rank=-1 --estimator=best --step-reward=token
+istar_paper_sokoban --prm-lora-rank=16 --prm-replay=256 --prm-ridge=0.1 --beta=nan --estimator=best
 gigpo_sokoban --step-gamma=1.1 --step-gamma=nan --step-weight=-1 --step-norm=max
 graphgpo_sokoban --distance-discount=1.1 --distance-discount=nan --step-weight=-1
 dpo_webshop --beta=-1 --beta=nan --pair-margin=-1 --minibatches=0 --clip=0.2 --ratio=step
 prime_webshop --outcome=score --ratio=step --variant=new --beta=inf
 ppo_webshop --gamma=nan --gamma=1.5 --gae-lambda=-0.1 --value-clip=0 --value-clip=nan --gae=all
 ppo_webshop --critic-learning-rate=inf --critic-lora-rank=-1
-istar_webshop_ablations --granularity=token --step-reward=none --merge-rewards=1
+istar_webshop_ablations --step-reward=token --step-reward=none --ratio=none --as-published=all
 warm_start --noise=1.5 --noise=nan --target=2 --kv-heads=3 --heads=0 --vocabulary=10 --hidden=0
 warm_start --layers=1000000 --rotary-base=0 --rotary-base=nan --out=/dev/null/x --out=
 warm_start --batch-size=0 --environment=chess --observation-share=nan --learning-rate=inf
@@ -999,11 +999,11 @@ for words in map(str.split, VALUES.strip().splitlines()):
         says = (word.split("=")[0],)
         FLAGS.append(Case("flags", f"{words[0]} {word}", flags(word, *less), says, words[0]))
 TOGETHER = {
-    "--granularity=token": ("--ratio step",),
-    "--group-size=10000000": ("--group-size", "episodes at once"),
-    "--processes=2": ("--processes 2", "1 started"),
+    "istar_webshop_ablations --step-reward=token": ("--ratio token",),
+    "rloo_sokoban --group-size=10000000": ("--group-size", "episodes at once"),
+    "rloo_sokoban --processes=2": ("--processes 2", "1 started"),
 }
-FLAGS = [replace(case, says=TOGETHER.get(case.name.split()[1], case.says)) for case in FLAGS]
+FLAGS = [replace(case, says=TOGETHER.get(case.name, case.says)) for case in FLAGS]
 FEW = "--demonstrations", "2"
 CLONING = [
     ("a cut config.json", cut("config.json", 0.5), ("--model model", "config.json")),
