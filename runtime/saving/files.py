@@ -75,13 +75,17 @@ def rows_of(path: Path, last: float = math.inf) -> list[dict]:
 def read_rows(path: Path) -> tuple[list[dict], int]:
     """(the rows of a .jsonl, how many of its lines are none). A last line that a kill tore off is
     not counted: it is of an iteration that comes again. No file: no rows."""
-    *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows = [row_of(line) for line in lines if line.strip()]
-    unreadable = rows.count(None)
-    if rest.strip():
-        rows.append(row_of(rest))
-        unreadable += rows[-1] is None and not rest.startswith(b"{")
-    return [row for row in rows if row is not None], unreadable
+    rows, unreadable = [], 0
+    if not path.exists():
+        return rows, unreadable
+    with path.open("rb") as lines:
+        for line in filter(bytes.strip, lines):
+            row = row_of(line)
+            if row is not None:
+                rows.append(row)
+            elif line.endswith(b"\n") or not line.startswith(b"{"):
+                unreadable += 1
+    return rows, unreadable
 
 
 def row_of(line: bytes) -> dict | None:

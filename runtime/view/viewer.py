@@ -15,40 +15,44 @@ import json
 import math
 import re
 import sys
+from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
-from runtime.saving.files import EPISODE_VERSION, finite, read_json, replace_file, rows_of, to_json
+from runtime.saving.files import EPISODE_VERSION, read_json, read_rows, replace_file, to_json
+
+import numpy as np
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"train": "episodes.jsonl", "eval": "eval_episodes.jsonl"}
 MOST = 10_000  # episodes of a page
-HEAD = re.compile(r'^\{(?:"version": \d+, )?"iteration": (\d+),')  # how a row begins
 TEXTS = ("observation", "action", "picture")  # of a step; every other column is a number
-NUMBERS = (int, float, bool, type(None))
 COLOURED = (  # what steps can be coloured by, if they have it
     "implicit_reward ground_truth_reward progress_reward reward advantage step_advantage "
     "episode_advantage progress"
 ).split()
-PICTURE = re.compile("pictures/([0-9a-f]{16})[.]png")  # of a step, as runtime/report.py names them
-WITHIN = 0.95  # share of the steps whose values lie within the colours' scale
+PICTURE = re.compile("pictures/([0-9a-f]{16})[.]png")  # of a step, as report.py names them
+WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' scale
 
 
 def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
     """Write the page of a run, or of two runs beside each other, and return where it is.
 
-    runs: one or two directories. out: the page; None is view.html in the first of them, and for
-    two view-against-B.html. most: episodes of a run on the page; of a larger one older iterations
-    are thinned, which the page says. Exits with one line where there is no such run."""
+    out: the page; None is view.html in the first of the runs, and for two view-against-B.html.
+    most: episodes of a run on the page; of a larger one older iterations are thinned, which the
+    page says. Exits with one line where there is no such run."""
     read = [read_run(Path(run), most) for run in runs]
     name = "view.html" if len(runs) == 1 else f"view-against-{read[1]['name']}.html"
     out = out or Path(runs[0]) / name
-    chunks, pictures = [], {}
-    for path, run in zip(runs, read):
-        for kept in run["sets"]:
-            pictures |= pictures_in(Path(path), kept["steps"]["texts"])
-            chunks.append(packed(kept.pop("steps")))
-            kept["chunk"] = len(chunks) - 1
-    replace_file(out, page_of(read, chunks, pictures))
+    packs = {}  # {id of an element of the page: what it holds}
+    chunks = [(Path(path), kept) for path, run in zip(runs, read) for kept in run["sets"]]
+    for number, (path, kept) in enumerate(chunks):
+        steps, kept["chunk"] = kept.pop("steps"), number
+        packs[f"chunk-{number}"] = packed(steps)
+        for named in map(PICTURE.fullmatch, steps["texts"]):
+            if named and (path / named[0]).is_file():
+                packs[f"picture-{named[1]}"] = base64_of((path / named[0]).read_bytes())
+    replace_file(out, page_of(read, packs))
     return out
 
 
@@ -59,58 +63,66 @@ def read_run(path: Path, most: int) -> dict:
     """What the page's index has of a run, with the steps of its sets, which are not packed yet."""
     if not (path / "args.json").is_file():
         sys.exit(f"{path}: no run there")
-    flags, starts = record_of(path)
-    script = starts[0]["script"]
-    rows = rows_of(path / "metrics.jsonl")
-    keys = dict.fromkeys(key for row in rows for key in row if key != "iteration")
-    metrics = {key: [row.get(key) for row in rows] for key in keys}
-    world = re.search("sokoban|webshop|sotopia", script)
+    try:
+        flags, starts = {**read_json(path / "args.json")}, read_json(path / "run.json")["starts"]
+        told = {"script": starts[0]["script"], "command": starts[0]["command"]}
+        told["described"] = starts[-1].get("world", "")
+        world = re.search("sokoban|webshop|sotopia|$", told["script"])[0]
+        "".join(told.values())  # which are texts
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        sys.exit(f"{path}: its args.json or run.json is not what a run writes")
+    rows, _ = read_rows(path / "metrics.jsonl")
+    keys = dict.fromkeys(key for row in rows for key in row if "/" in key)
 
-    counts = {kind: count(path / file) for kind, file in FILES.items()}
-    kept, told = thinned(counts, most)
-    sets = []
-    for kind, file in FILES.items():
-        read, damaged = read_sets(path / file, kind, kept)
-        sets += read
+    read = {kind: read_episodes(path / file) for kind, file in FILES.items()}
+    sizes = {kind: {i: len(rows) for i, rows in found.items()} for kind, (found, _) in read.items()}
+    kept, said = thinned(sizes, most)
+    for kind, (_, damaged) in read.items():
         if damaged:
-            told = f"{told} {damaged:,} damaged rows of {file} are left out.".strip()
-    return {
+            said = f"{said} {damaged:,} damaged rows of {FILES[kind]} are left out.".strip()
+    kept = sorted(kept)
+    groups = [(k, i, found[i]) for k, (found, _) in read.items() for i in kept if i in found]
+    return told | {
         "name": path.resolve().name,
-        "script": script,
-        "world": world[0] if world else "",
-        "described": starts[-1].get("world", ""),
-        "command": starts[0]["command"],
+        "world": world,
         "flags": flags,
         "iterations": [row["iteration"] for row in rows],
-        "metrics": {key: numbers(values) for key, values in metrics.items()},
-        "scales": scales_of(sets),
-        "told": told,
-        "sets": sets,
+        "metrics": {key: [number(row.get(key)) for row in rows] for key in keys},
+        "scales": scales_of([step for *_, of in groups for row in of for step in row["steps"]]),
+        "told": said,
+        "sets": [set_of(*group) for group in groups],
     }
 
 
-def record_of(path: Path) -> tuple[dict, list[dict]]:
-    """(flags, starts) of a run; exits with one line where they are not what a run writes."""
+def read_episodes(path: Path) -> tuple[dict[int, list[dict]], int]:
+    """({iteration: its episodes, in their order}, how many rows are left out as damaged). Exits
+    where a newer version wrote one."""
+    rows, damaged = read_rows(path)
+    found: dict[int, list[dict]] = {}
+    for row in rows:
+        version = row.get("version", 1)
+        if type(version) is int and version > EPISODE_VERSION:
+            newer = f"a row has version {version}"
+            sys.exit(f"{path}: {newer}, and this program reads up to {EPISODE_VERSION}")
+        if is_episode(row):
+            found.setdefault(row["iteration"], []).append(row)
+        else:
+            damaged += 1
+    return found, damaged
+
+
+def is_episode(row: dict) -> bool:
+    """Whether a row is what docs/episodes.md says, so that the page can show it."""
     try:
-        flags, starts = read_json(path / "args.json"), read_json(path / "run.json")["starts"]
-        texts = [starts[0]["script"], starts[0]["command"], starts[-1].get("world", "")]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        flags, texts = None, []
-    if not isinstance(flags, dict) or not all(isinstance(text, str) for text in texts):
-        sys.exit(f"{path}: its args.json or run.json is not what a run writes")
-    return flags, starts
-
-
-def count(path: Path) -> dict[int, int]:
-    """{iteration: number of rows}, from the beginning of each line."""
-    found: dict[int, int] = {}
-    if path.exists():
-        with path.open(errors="replace") as lines:
-            for head in map(HEAD.match, lines):
-                if head:
-                    iteration = int(head[1])
-                    found[iteration] = found.get(iteration, 0) + 1
-    return found
+        steps = row["steps"]
+        texts = [(step["observation"], step["action"], step.get("picture") or "") for step in steps]
+        numbers = [value for step in steps for name, value in step.items() if name not in TEXTS]
+        numbers += [row["task"], *(row.get(name) for name in ("outcome", "success", "truncated"))]
+        words = all(isinstance(text, str) for of_step in texts for text in of_step)
+        known = words and all("valid" in step for step in steps)
+        return known and all(isinstance(value, int | float | None) for value in numbers)
+    except (LookupError, TypeError, AttributeError):
+        return False
 
 
 def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str]:
@@ -118,175 +130,90 @@ def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str
 
     Half of the room is for the last iterations, all of them; in the rest stands every n-th of those
     before."""
-    sizes: dict[int, int] = {}
-    for of_kind in counts.values():
-        for iteration, number in of_kind.items():
-            sizes[iteration] = sizes.get(iteration, 0) + number
-    total = sum(sizes.values())
+    sizes = sum(map(Counter, counts.values()), Counter())
+    total = sizes.total()
     if total <= most:
         return {*sizes}, ""
 
-    recent, used = [], 0
-    for iteration in sorted(sizes, reverse=True):
-        if recent and used + sizes[iteration] > most / 2:
-            break
-        recent.append(iteration)
-        used += sizes[iteration]
-    older = sorted(sizes.keys() - {*recent})
-    every = max(1, math.ceil(sum(sizes[i] for i in older) / max(1, most - used)))
+    last = sorted(sizes, reverse=True)
+    many = max(1, sum(used <= most / 2 for used in accumulate(sizes[i] for i in last)))
+    recent, older = last[:many], last[many:][::-1]
+    room = max(1, most - sum(sizes[i] for i in recent))
+    every = max(1, math.ceil(sum(sizes[i] for i in older) / room))
     kept = {*recent, *older[::every]}
-    shown = sum(sizes[i] for i in kept)
-    which = f"every iteration from {recent[-1]} on"
-    if older:
-        which += f", and one in {every} before it"
-    return kept, f"{shown:,} of {total:,} episodes are on this page: {which}."
+    before = f", and one in {every} before it" if older else ""
+    which = f"every iteration from {recent[-1]} on{before}"
+    return kept, f"{sum(sizes[i] for i in kept):,} of {total:,} episodes are on this page: {which}."
 
 
-def read_sets(path: Path, kind: str, kept: set[int]) -> tuple[list[dict], int]:
-    """(the episodes of each kept iteration: {kind, iteration, episodes, steps}, in their order, how
-    many rows are left out because they are none).
+def set_of(kind: str, iteration: int, rows: list[dict]) -> dict:
+    """The episodes of an iteration: {kind, iteration, episodes, steps}.
 
     An episode is [task, outcome, success, truncated, invalid steps, steps]. steps has columns (the
-    names), texts (each once) and, for every episode, a list per step: its columns' entries, where
-    texts are places in `texts`."""
-    sets: dict[int, dict] = {}
-    damaged = 0
-    if not path.exists():
-        return [], damaged
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            head = HEAD.match(line)
-            if not head or int(head[1]) not in kept:
-                damaged += not head and line.endswith("\n")
-                continue
-            try:
-                episode = json.loads(line)
-            except (ValueError, RecursionError):
-                damaged += line.endswith("\n")  # else torn by a kill, or being written now
-                continue
-            version = episode.get("version", 1)
-            if type(version) is int and version > EPISODE_VERSION:
-                newer = f"a row has version {version}"
-                sys.exit(f"{path}: {newer}, and this program reads up to {EPISODE_VERSION}")
-            if not is_episode(episode):
-                damaged += 1
-                continue
-            add_episode(sets.setdefault(episode["iteration"], new_set(kind, episode)), episode)
-    return [sets[iteration] for iteration in sorted(sets)], damaged
+    names), texts ({text: its place}) and, for every episode, a list per step: its columns' entries,
+    where texts are places."""
+    columns = [*dict.fromkeys(name for row in rows for step in row["steps"] for name in step)]
+    texts: dict[str, int] = {}
 
+    def entry(value):
+        return texts.setdefault(value, len(texts)) if isinstance(value, str) else number(value)
 
-def is_episode(row: dict) -> bool:
-    """Whether a row is what docs/episodes.md says, so that the page can show it."""
-    whole = all(type(row.get(name)) is int for name in ("iteration", "task"))
-    numbers = all(type(row.get(name)) in NUMBERS for name in ("outcome", "success", "truncated"))
-    steps = row.get("steps")
-    return whole and numbers and isinstance(steps, list) and all(map(is_step, steps))
-
-
-def is_step(step) -> bool:
-    if not isinstance(step, dict) or not {"observation", "action", "valid"} <= step.keys():
-        return False
-    texts = [step[name] for name in TEXTS if step.get(name) is not None]
-    numbers = (value for name, value in step.items() if name not in TEXTS)
-    return all(type(t) is str for t in texts) and all(type(n) in NUMBERS for n in numbers)
-
-
-def new_set(kind: str, episode: dict) -> dict:
-    columns = list(episode["steps"][0]) if episode["steps"] else []
-    steps = {"columns": columns, "texts": {}, "episodes": []}
-    return {"kind": kind, "iteration": episode["iteration"], "episodes": [], "steps": steps}
-
-
-def add_episode(to: dict, episode: dict) -> None:
-    """Add a row of episodes.jsonl to the set of its iteration."""
-    told, texts = episode["steps"], to["steps"]["texts"]
-    success = episode.get("success", (episode.get("outcome") or 0) >= 1)
-    invalid = sum(not step["valid"] for step in told)
-    about = [episode["task"], number(episode.get("outcome")), success, episode.get("truncated")]
-    to["episodes"].append([*about, invalid, len(told)])
-
-    steps = []
-    for step in told:
-        entries = []
-        for name in to["steps"]["columns"]:
-            value = step.get(name)
-            if name in TEXTS:
-                value = None if value is None else texts.setdefault(value, len(texts))
-            entries.append(number(value))
-        steps.append(entries)
-    to["steps"]["episodes"].append(steps)
+    index, steps = [], []
+    for row in rows:
+        success = row.get("success", (row.get("outcome") or 0) >= 1)
+        invalid = sum(not step["valid"] for step in row["steps"])
+        about = [row["task"], number(row.get("outcome")), success, row.get("truncated")]
+        index.append([*about, invalid, len(row["steps"])])
+        steps.append([[entry(step.get(name)) for name in columns] for step in row["steps"]])
+    told = {"columns": columns, "texts": texts, "episodes": steps}
+    return {"kind": kind, "iteration": iteration, "episodes": index, "steps": told}
 
 
 def number(value):
     """A number as the page needs it: six digits after the point, None where it is not finite."""
-    value = finite(value)
-    return round(value, 6) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    return round(value, 6) if math.isfinite(value) else None
 
 
-def numbers(values: list) -> list:
-    return [number(value) if isinstance(value, int | float) else None for value in values]
-
-
-def scales_of(sets: list[dict]) -> dict[str, float]:
+def scales_of(steps: list[dict]) -> dict[str, float]:
     """{column: the absolute value within which WITHIN of the steps lie}, of what colours steps; a
     column that is 0 throughout is left out."""
-    values: dict[str, list[float]] = {}
-    for one in sets:
-        columns = one["steps"]["columns"]
-        for name in COLOURED:
-            if name in columns:
-                place = columns.index(name)
-                entries = (step[place] for steps in one["steps"]["episodes"] for step in steps)
-                values.setdefault(name, []).extend(abs(x) for x in entries if x)
     scales = {}
     for name in COLOURED:
-        if found := sorted(values.get(name, ())):
-            scales[name] = found[min(len(found) - 1, int(WITHIN * len(found)))]
+        if values := [abs(number(step[name])) for step in steps if number(step.get(name))]:
+            scales[name] = float(np.quantile(values, WITHIN))
     return scales
 
 
 # ------------ writing ------------
 
 
-def pictures_in(run: Path, texts) -> dict[str, str]:
-    """{name: PNG in base64} of the pictures of a run that these texts name."""
-    found = {named[1]: run / named[0] for named in map(PICTURE.fullmatch, texts) if named}
-    return {
-        name: base64.b64encode(path.read_bytes()).decode("ascii")
-        for name, path in found.items()
-        if path.is_file()
-    }
+def base64_of(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
 
 
 def packed(steps: dict) -> str:
     """A set's steps as the page's script unpacks them: JSON, gzip, base64."""
     plain = json.dumps(steps | {"texts": list(steps["texts"])}, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(plain.encode("ascii"), 5, mtime=0)).decode("ascii")
+    return base64_of(gzip.compress(plain.encode("ascii"), 5, mtime=0))
 
 
-def page_of(runs: list[dict], chunks: list[str], pictures: dict[str, str]) -> str:
-    """The page's text, from page/: its frame, style and script."""
-    title = " against ".join(run["name"] for run in runs)
-    data = to_json({"runs": runs, "within": WITHIN}, separators=(",", ":"))
-    kept = {f"chunk-{number}": chunk for number, chunk in enumerate(chunks)}
-    kept |= {f"picture-{name}": png for name, png in pictures.items()}
-    packs = (
-        f'<script type="text/plain" id="{name}">{text}</script>' for name, text in kept.items()
-    )
+def page_of(runs: list[dict], packs: dict[str, str]) -> str:
+    """The page's text, from page/: its frame, style and script. packs: {id of an element: what it
+    holds}."""
+    held = [f'<script type="text/plain" id="{id}">{text}</script>' for id, text in packs.items()]
     style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
+    hashes = {text: base64_of(hashlib.sha256(text.encode()).digest()) for text in (style, script)}
+    data = to_json({"runs": runs, "within": WITHIN}, separators=(",", ":"))
     parts = {
-        "TITLE": html.escape(title),
-        "POLICY": f"default-src 'none'; img-src data:; style-src {hash_of(style)}; "
-        f"script-src {hash_of(script)}",
+        "TITLE": html.escape(" against ".join(run["name"] for run in runs)),
+        "POLICY": f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[style]}'; "
+        f"script-src 'sha256-{hashes[script]}'",
         "STYLE": style,
         "DATA": data.replace("<", "\\u003c"),  # no word of it can end the element
-        "CHUNKS": "\n".join(packs),
+        "CHUNKS": "\n".join(held),
         "SCRIPT": script,
     }
     frame = (PAGE / "page.html").read_text()
     return re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], frame)
-
-
-def hash_of(text: str) -> str:
-    """An inline element's text, as a content security policy names it."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
