@@ -59,7 +59,8 @@ class Args:
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Iterations; each is a rollout and the updates on it.
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
+    group_size: int = field(default=8, metadata={"least": 1})
+    """Episodes per task. PPO compares none of them, so 1 will do; 8 as in the other scripts."""
     temperature: float = 1.0  # Sampling temperature in training; every log-probability uses it.
     learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.

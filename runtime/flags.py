@@ -62,10 +62,10 @@ class RunArgs:
 # group_size: int = field(default=8, metadata={"least": 1})
 TABLE = {
     Range(int, 0, MOST): """history policy_lora_rank critic_lora_rank prm_lora_rank prm_steps
-        prm_replay save_every num_products saved_pictures min_updates""",
+        save_every num_products saved_pictures min_updates""",
     Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
         max_context_tokens minibatches eval_every eval_tasks eval_samples keep
-        micro_batch_tokens engine_memory processes in_flight crossings guarded needed
+        micro_batch_tokens engine_memory processes prm_replay in_flight crossings guarded needed
         max_updates demonstrations batch_size episodes""",
     Range(int, 2, MOST): "group_size",
     Range(int, 0, 2**32 - 1): "seed",
