@@ -12,7 +12,7 @@ from runtime.view import viewer
 from runtime.view.terminal import say, warn
 from runtime.worlds import summary_of
 
-import torch
+import numpy as np
 
 TERMINAL = (
     "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill".split()
@@ -35,12 +35,10 @@ def announce(run) -> None:
         how = "sharded (FSDP)" if fsdp.wanted() else "a copy in each"
         parts = "each has an engine and a share of the tasks"
         say(f"{processes.count()} processes, the policy {how}: {parts}")
-
     episodes = args.tasks_per_iteration * args.group_size
     sampled = episodes * args.max_steps * args.max_action_tokens
-    scored = episodes * args.max_context_tokens
-    most = f"at most {sampled:,} tokens sampled, {scored:,} in the trainer"
-    say(f"an iteration: {episodes} episodes, {most}")
+    most = f"{sampled:,} tokens sampled, {episodes * args.max_context_tokens:,} in the trainer"
+    say(f"an iteration: {episodes} episodes, at most {most}")
 
 
 def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
@@ -52,27 +50,22 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     groups = {}
     for t in trajectories:
         groups.setdefault(t.task, []).append(t)
-    steps = [step for t in trajectories for step in t.steps]
-    dead = [len({t.outcome for t in group}) == 1 for group in groups.values()]
-    row = summary_of(env) | {
-        "valid_actions": mean([step.valid for step in steps]),
-        "success": mean([t.success for t in trajectories]),
-        "score": mean([t.score for t in trajectories]),
-        "truncated": mean([t.truncated for t in trajectories]),
-        "return": mean([sum(step.game_reward for step in t.steps) for t in trajectories]),
-        "episode_steps": mean([len(t.steps) for t in trajectories]),
-        "dead_groups": mean(dead),
+    by_task = [np.mean([t.success for t in group]) for group in groups.values()]
+    values = {
+        "valid_actions": [step.valid for t in trajectories for step in t.steps],
+        "success": [t.success for t in trajectories],
+        "score": [t.score for t in trajectories],
+        "truncated": [t.truncated for t in trajectories],
+        "return": [sum(step.game_reward for step in t.steps) for t in trajectories],
+        "episode_steps": [len(t.steps) for t in trajectories],
+        "dead_groups": [len({t.outcome for t in group}) == 1 for group in groups.values()],
     }
-    by_task = torch.tensor([mean([t.success for t in group]) for group in groups.values()])
-    std = by_task.std(correction=min(1, len(by_task) - 1)).item()
+    row = summary_of(env) | {name: float(np.mean(of)) for name, of in values.items()}
+    std = float(np.std(by_task, ddof=min(1, len(by_task) - 1)))
     row["success_error"] = std / len(by_task) ** 0.5
     if faults:
         row["faults"] = faults
     return {f"{kind}/{key}": value for key, value in row.items()}
-
-
-def mean(values: list) -> float:
-    return sum(values) / len(values)
 
 
 def seen_pictures(t) -> list[bytes]:
@@ -84,16 +77,13 @@ def seen_pictures(t) -> list[bytes]:
 def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
     """Write the pictures of these episodes to runs/NAME/pictures, each once, while there are at
     most so many: {PNG: its path in the run} of those that are there."""
-    directory = run / "pictures"
-    directory.mkdir(exist_ok=True)
-    there = {f"pictures/{file.name}" for file in directory.glob("*.png")}
+    (run / "pictures").mkdir(exist_ok=True)
+    there = {f"pictures/{file.name}" for file in run.glob("pictures/*.png")}
     named = {}
     for png in dict.fromkeys(png for t in trajectories for png in seen_pictures(t)):
         name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
         if name not in there and len(there) < most:
-            draft = run / f"{name}.draft"  # a kill leaves no half of a picture
-            draft.write_bytes(png)
-            draft.replace(run / name)
+            replace_file(run / name, png)
             there.add(name)
         if name in there:
             named[png] = name
@@ -116,17 +106,9 @@ def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -
             if seen:
                 told["picture"] = (pictures or {}).get(seen[number])
             steps.append(told | {name: next(values) for name, values in numbers.items()})
-        episode = {
-            "version": EPISODE_VERSION,
-            "iteration": row["iteration"],
-            "task": t.task,
-            "outcome": t.outcome,
-            "success": t.success,
-            "score": t.score,
-            "truncated": t.truncated,
-            "steps": steps,
-        }
-        lines.append(to_json(episode))
+        episode = {"version": EPISODE_VERSION, "iteration": row["iteration"], "task": t.task}
+        episode |= {"outcome": t.outcome, "success": t.success, "score": t.score}
+        lines.append(to_json(episode | {"truncated": t.truncated, "steps": steps}))
     return lines
 
 
@@ -138,11 +120,11 @@ def tables(**lines: list[str]) -> dict:
     for name, rows in lines.items():
         data, seen = [], Counter()
         for episode in map(json.loads, rows):
-            head = [episode["iteration"], episode["task"], seen[episode["task"]]]
-            seen[episode["task"]] += 1
-            end = [episode[key] for key in ("outcome", "success", "truncated")]
-            steps = enumerate(episode["steps"])
-            data += [[*head, *end, number, *step.values()] for number, step in steps]
+            task = episode["task"]
+            head = [episode["iteration"], task, seen[task]]
+            head += [episode[key] for key in ("outcome", "success", "truncated")]
+            data += [[*head, n, *step.values()] for n, step in enumerate(episode["steps"])]
+            seen[task] += 1
         if data:
             columns = "iteration task episode outcome success truncated step".split()
             found[name] = wandb.Table(columns=[*columns, *episode["steps"][0]], data=data)
@@ -177,28 +159,22 @@ def draw_curve(rows: list[dict], run: Path) -> None:
     import matplotlib.pyplot as plt
 
     lower = "goal" if any("eval/goal" in row for row in rows) else "return"
-    kinds = {"train": "-", "eval": "o-"}
-    panels = {  # {label of the axis: {key: (label, style)}}
-        name: {f"{kind}/{name}": (kind, style) for kind, style in kinds.items()}
-        for name in ("success", lower)
+    panels = {  # {label of the axis: {key: label}}
+        name: {f"{kind}/{name}": kind for kind in ("train", "eval")} for name in ("success", lower)
     }
-    credit = {key: (label, "-") for key, label in CREDIT.items() if any(has(r, key) for r in rows)}
-    if credit:
+    if credit := {key: of for key, of in CREDIT.items() if any(has(row, key) for row in rows)}:
         panels["credit"] = credit
-
     size = {"figsize": (10, 3 * len(panels)), "sharex": "col", "sharey": "row"}
     figure, axes = plt.subplots(len(panels), 2, **size)
     scales = [("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes of training")]
-    for column, (x, scale, label) in enumerate(scales):
-        for axis, (name, lines) in zip(axes[:, column], panels.items()):
-            for key, (title, style) in lines.items():
-                seen = [row for row in rows if has(row, x, key)]
-                xs = [row[x] / scale for row in seen]
-                axis.plot(xs, [row[key] for row in seen], style, label=title)
+    for pair, (name, lines) in zip(axes, panels.items()):
+        for axis, (x, scale, label) in zip(pair, scales):
+            for key, title in lines.items():
+                seen = [(row[x] / scale, row[key]) for row in rows if has(row, x, key)]
+                xs, ys = zip(*seen) if seen else ((), ())
+                axis.plot(xs, ys, "o-" if title == "eval" else "-", label=title)
             axis.set(xlabel=label, ylabel=name)
-    axes[0, 0].legend()
-    if credit:
-        axes[-1, 0].legend(fontsize="small")
+        pair[0].legend(fontsize="small")
     figure.suptitle(run.name, parse_math=False)
     drawn = io.BytesIO()
     figure.savefig(drawn)
@@ -217,9 +193,9 @@ def summary(run) -> None:
     evaluated = [row for row in run.rows if has(row, *shown)]
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
-        success = f"{row['eval/success']:.3f} ({row['eval/success_error']:.3f})"
-        when = f"{row['iteration']:10} {row['time/elapsed'] / 60:9.1f}"
-        say(f"{when}   {success:24}   {row['eval/score']:.3f}")
+        minutes, success, error, score = (row[key] for key in shown)
+        when = f"{row['iteration']:10} {minutes / 60:9.1f}"
+        say(f"{when}   {f'{success:.3f} ({error:.3f})':24}   {score:.3f}")
     for key in getattr(env, "measures", ()):
         if all(has(row, f"eval/{key}") for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
