@@ -21,15 +21,6 @@ class NoBoard:
         pass
 
 
-def knock(settings) -> None:
-    """Raise OSError where nobody is at W&B's address; its client would try for much longer."""
-    proxies = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
-    address = urlsplit(settings.base_url)
-    if settings.mode == "online" and not proxies:
-        port = address.port or (443 if address.scheme == "https" else 80)
-        socket.create_connection((address.hostname, port), ANSWERS_WITHIN).close()
-
-
 def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
     """The W&B run of --track. Where W&B does not answer within seconds, an offline one."""
     import wandb
@@ -37,7 +28,11 @@ def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
     options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
     wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60, "silent": quiet}
     try:
-        knock(wandb.setup().settings)
+        settings = wandb.setup().settings
+        if settings.mode == "online" and not {"HTTPS_PROXY", "https_proxy"} & os.environ.keys():
+            url = urlsplit(settings.base_url)  # its client would try for much longer
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.hostname, port), ANSWERS_WITHIN).close()
         return wandb.init(**options, settings=wandb.Settings(**wait))
     except Exception as error:  # network, key and service have no common class
         secret = os.environ.get("WANDB_API_KEY") or "\n"

@@ -1,8 +1,8 @@
 """What a run says in the terminal: lines that stay, above the progress bars.
 
-Where stdout is no terminal, each line comes at once and nothing else does: bars are for terminals.
-What a model or a world wrote may stand in a warning or in an error; there it is plain, so that it
-moves no cursor and rings no bell.
+Where stdout is no terminal, each line comes at once and there are no bars. What a model or a world
+wrote may stand in a warning or in an error; there it is plain, so that it moves no cursor and rings
+no bell.
 """
 
 import logging
@@ -32,7 +32,7 @@ HANDLER = Handler(logging.WARNING)
 
 
 def begin(quiet: bool) -> None:
-    """From now on say, warn and errors are as described above. quiet: warnings and errors alone are
+    """From now on lines and errors are as described above. quiet: warnings and errors alone are
     said, and no bar is shown."""
     settings["quiet"] = quiet
     if quiet:
@@ -44,16 +44,13 @@ def begin(quiet: bool) -> None:
 def say(text: str) -> None:
     """A line, at once; none if the run is quiet."""
     if not settings["quiet"]:
-        write(text)
+        tqdm.write(plain(text))
+        sys.stdout.flush()
 
 
 def warn(text: str) -> None:
     """A line that a quiet run has too."""
-    write(f"warning: {text}")
-
-
-def write(text: str) -> None:
-    tqdm.write(plain(text))
+    tqdm.write(plain(f"warning: {text}"))
     sys.stdout.flush()
 
 
@@ -62,7 +59,6 @@ def plain(text: str) -> str:
     return MOVING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def show_error(kind, error, trace) -> None:
+def show_error(*error) -> None:
     """An error that nobody foresaw, for sys.excepthook."""
-    text = "".join(traceback.format_exception(kind, error, trace))
-    print(plain(text), end="", file=sys.stderr)
+    print(plain("".join(traceback.format_exception(*error))), end="", file=sys.stderr)
