@@ -1,8 +1,7 @@
 """Pictures: from the PNG that a world shows to what a model sees of it (Qwen2.5-VL).
 
-A picture is the bytes of its PNG, from the world to the forward pass: equal pictures are equal
-bytes, so what is computed of one is computed once. In a sequence it is a run of the model's image
-tokens, one for each merge x merge patches, whose embeddings the vision tower makes.
+Equal pictures are equal bytes, so what is computed of one is computed once. In a sequence a picture
+is a run of image tokens, one for merge x merge patches, whose embeddings the vision tower makes.
 """
 
 import functools
@@ -11,6 +10,7 @@ import sys
 
 from runtime.data import pictures_of
 from runtime.distributed import fsdp
+from runtime.models import first_line
 
 import torch
 
@@ -19,10 +19,9 @@ KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kep
 
 
 def never_sampled(config) -> list[int]:
-    """The tokens that stand for pictures and films: no model may say them. [] where there are
-    none."""
-    names = ("image_token_id", "video_token_id")
-    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+    """The tokens that stand for pictures and films, if there are any: no model may say them."""
+    tokens = (getattr(config, name, None) for name in ("image_token_id", "video_token_id"))
+    return [token for token in tokens if token is not None]
 
 
 class PictureProcessor:
@@ -31,30 +30,38 @@ class PictureProcessor:
     image_token: the id that stands for a piece of a picture; merge: merge x merge patches are one
     token. never: the tokens that the model may not sample. features: what a frozen tower made of
     pictures. processor: transformers' own, read from the model's directory if it is not given.
-    Exits with one line that names --model where the model sees no pictures."""
+    Exits with one line that names --model where the model sees no pictures, or places them (M-RoPE)
+    in other numbers than its heads have."""
 
     def __init__(self, path: str, config, model: str, processor=None):
         # it needs no torchvision, and equals the other one where nothing is resized
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-            Qwen2VLImageProcessorPil,
-        )
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 
-        refuse_blind(config, model)
-        self.model, self.image_token, self.processor = model, config.image_token_id, processor
-        self.never = never_sampled(config)
+        self.model = model
+        if config.model_type != "qwen2_5_vl":
+            kind = f"its type {config.model_type} sees no pictures here"
+            self.refuse(f"{kind}; the visual worlds need a Qwen2.5-VL")
+        text, tower = config.get_text_config(), config.vision_config
+        sections = text.rope_parameters.get("mrope_section", SECTIONS)
+        if 2 * sum(sections) * text.num_attention_heads != text.hidden_size:
+            width = f"{text.num_attention_heads} heads in {text.hidden_size}"
+            self.refuse(f"config.json: mrope_section {sections} does not fit {width}")
         try:
-            self.processor = processor or Qwen2VLImageProcessorPil.from_pretrained(path)
+            self.processor = processor or pil.Qwen2VLImageProcessorPil.from_pretrained(path)
         except Exception as error:  # each part of it has its own
-            first = str(error).splitlines()[0]
-            sys.exit(f"--model {model}: no preprocessor_config.json for its pictures ({first})")
+            self.refuse(f"no preprocessor_config.json for its pictures ({first_line(error)})")
+
         self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
-        tower, frames = config.vision_config, self.processor.temporal_patch_size
         sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
-        if (self.patch, self.merge, frames) != sizes:
+        if (self.patch, self.merge, self.processor.temporal_patch_size) != sizes:
             both = "preprocessor_config.json and config.json"
-            sys.exit(f"--model {model}: {both} differ in the size of patches or how many merge")
+            self.refuse(f"{both} differ in the size of patches or how many merge")
+        self.image_token, self.never = config.image_token_id, never_sampled(config)
         self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
         self.features: dict[bytes, torch.Tensor] = {}
+
+    def refuse(self, reason: str):
+        sys.exit(f"--model {self.model}: {reason}")
 
     def read(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
         """(patches [n, d], (rows, columns) of its tokens) of a picture; `patches` remembers them.
@@ -63,27 +70,23 @@ class PictureProcessor:
         be resized, so that a token would not be a cell any more, and where the processor makes all
         pixels alike."""
         image = opened(png)
-        width, height = image.size
-        rows, columns = height // self.patch, width // self.patch
-        side = self.patch * self.merge
-        if width % side or height % side:
+        rows, columns = image.height // self.patch, image.width // self.patch
+        side, size = self.patch * self.merge, f"a picture has {image.width} x {image.height} pixels"
+        if image.width % side or image.height % side:
             needs = f"--model {self.model} takes multiples of {side}, see --cell-pixels"
-            sys.exit(f"a picture has {width} x {height} pixels: {needs}")
-
+            sys.exit(f"{size}: {needs}")
         try:
             seen = self.processor(images=[image], return_tensors="pt")
         except Exception as error:  # each part of it has its own
-            first = str(error).splitlines()[0]
-            sys.exit(f"--model {self.model}: its preprocessor_config.json fails ({first})")
+            self.refuse(f"its preprocessor_config.json fails ({first_line(error)})")
         patches = seen["pixel_values"]
         if seen["image_grid_thw"].tolist() != [[1, rows, columns]]:
-            resizes = f"--model {self.model} would resize it, see --cell-pixels"
-            sys.exit(f"a picture has {width} x {height} pixels: {resizes}")
+            sys.exit(f"{size}: --model {self.model} would resize it, see --cell-pixels")
         channels = patches.view(len(patches), 3, -1)  # [n, channel, d / 3]
         if not patches.isfinite().all():
-            sys.exit(f"--model {self.model}: its processor makes pixels that are no numbers")
+            self.refuse("its processor makes pixels that are no numbers")
         if not (channels.amax((0, 2)) > channels.amin((0, 2))).any():
-            sys.exit(f"--model {self.model}: its processor makes all pixels of a picture alike")
+            self.refuse("its processor makes all pixels of a picture alike")
         return patches, (rows // self.merge, columns // self.merge)
 
     def refuse_sampled(self, action: list[int]) -> None:
@@ -99,19 +102,6 @@ class PictureProcessor:
         return [self.image_token] * (rows * columns)
 
 
-def refuse_blind(config, model: str) -> None:
-    """Exit with one line where the model sees no pictures, or where it places them (M-RoPE) in
-    other numbers than its heads have."""
-    if config.model_type != "qwen2_5_vl":
-        kind = f"its type {config.model_type} sees no pictures here"
-        sys.exit(f"--model {model}: {kind}; the visual worlds need a Qwen2.5-VL")
-    text = config.get_text_config()
-    sections = text.rope_parameters.get("mrope_section", SECTIONS)
-    if 2 * sum(sections) * text.num_attention_heads != text.hidden_size:
-        width = f"{text.num_attention_heads} heads in {text.hidden_size}"
-        sys.exit(f"--model {model}: config.json: mrope_section {sections} does not fit {width}")
-
-
 def shows_pictures(env) -> bool:
     """Whether the world's observations have a picture beside their words."""
     return getattr(env, "shows_pictures", False)
@@ -125,14 +115,12 @@ def has_frozen_tower(causal) -> bool:
 
 def opened(png: bytes):
     """The PIL image of a PNG; exits with one line where it is none, or has one colour alone."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    if not png:
-        sys.exit("the world showed an empty picture")
     try:
         image = Image.open(io.BytesIO(png)).convert("RGB")
-    except (UnidentifiedImageError, OSError, ValueError) as error:
-        sys.exit(f"the world showed no picture ({error})")
+    except (OSError, ValueError) as error:
+        sys.exit(f"the world showed {'no' if png else 'an empty'} picture ({error})")
     if all(low == high for low, high in image.getextrema()):
         sys.exit("the world showed a picture of one colour alone")
     return image
@@ -142,17 +130,13 @@ def positions(length: int, grids: list[tuple[int, tuple[int, int]]]) -> torch.Te
     """Positions [3, length] (time, row, column) of a sequence, from the (place, (rows, columns)) of
     its pictures: a text token has its number three times, a picture's tokens have one time, and
     what follows goes on after the picture's longer side (M-RoPE, Wang et al., arXiv 2409.12191)."""
-    parts, done, number = [], 0, 0
+    numbers = torch.arange(length).repeat(3, 1)
     for place, (rows, columns) in grids:
-        text = number + torch.arange(place - done)
-        number += place - done
-        row = number + torch.arange(rows).repeat_interleave(columns)
-        column = number + torch.arange(columns).repeat(rows)
-        parts += [text.expand(3, -1), torch.stack([torch.full_like(row, number), row, column])]
-        number += max(rows, columns)
-        done = place + rows * columns
-    parts.append((number + torch.arange(length - done)).expand(3, -1))
-    return torch.cat(parts, 1)
+        end, first = place + rows * columns, numbers[0, place].item()
+        cells = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))
+        numbers[:, place:end] = first + cells.T
+        numbers[:, end:] = torch.arange(length - end) + first + max(rows, columns)
+    return numbers
 
 
 def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
@@ -162,16 +146,15 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
     # processes that gather the tower's weights together may not differ in what they know
     keeps = has_frozen_tower(causal) and not fsdp.is_sharded(causal)
     known = processor.features if keeps else {}
+    found = {png: known[png] for png in pngs if png in known}
     new = [png for png in dict.fromkeys(pngs) if png not in known]
     if not new:
-        return {png: known[png] for png in pngs}
+        return found
 
     patches = torch.cat([processor.patches(png)[0] for png in new]).to(causal.device)
-    grids = [processor.patches(png)[1] for png in new]
-    thw = [[1, rows * processor.merge, columns * processor.merge] for rows, columns in grids]
-    thw = torch.tensor(thw, device=causal.device)
-    seen = causal.base_model.get_image_features(patches, thw).pooler_output
-    found = {png: known[png] for png in pngs if png in known} | dict(zip(new, seen))
+    thw = torch.tensor([[1, *processor.patches(png)[1]] for png in new]).to(causal.device)
+    thw[:, 1:] *= processor.merge
+    found |= zip(new, causal.base_model.get_image_features(patches, thw).pooler_output)
     if keeps:
         known |= {png: found[png].detach() for png in new}
         for png in list(known)[:-KEPT]:
@@ -206,28 +189,25 @@ class Album:
         self.causal = causal
         self.numbers: dict[bytes, range] = {}  # of a picture's tokens
         self.grids: dict[int, tuple[int, int]] = {}  # (rows, columns), by the first number
-        self.features = torch.zeros(0, causal.get_input_embeddings().embedding_dim)
+        width = causal.get_input_embeddings().embedding_dim
+        self.features = torch.zeros(0, width, device=causal.device)
 
     def numbered(self, contexts: list[list[int]]) -> list[list[int]]:
         """The contexts' ids, with their pictures' numbers."""
-        pngs = [png for context in contexts for _, png in pictures_of(context)]
-        new = [png for png in dict.fromkeys(pngs) if png not in self.numbers]
+        pngs = dict.fromkeys(png for context in contexts for _, png in pictures_of(context))
+        new = [png for png in pngs if png not in self.numbers]
         if new:
             found = tower_features(self.causal, new)
             for png in new:
                 first = -1 - sum(map(len, self.numbers.values()))
                 self.numbers[png] = range(first, first - len(found[png]), -1)
                 self.grids[first] = self.causal.picture_processor.patches(png)[1]
-            device = self.causal.device
-            self.features = torch.cat([self.features.to(device), *(found[png] for png in new)])
+            self.features = torch.cat([self.features, *(found[png] for png in new)])
 
-        numbered = []
-        for context in contexts:
-            ids = list(context)
+        numbered = [list(context) for context in contexts]
+        for ids, context in zip(numbered, contexts):
             for place, png in pictures_of(context):
-                numbers = self.numbers[png]
-                ids[place : place + len(numbers)] = numbers
-            numbered.append(ids)
+                ids[place : place + len(self.numbers[png])] = self.numbers[png]
         return numbered
 
     def embeddings(self, ids: torch.Tensor) -> torch.Tensor:
@@ -239,7 +219,5 @@ class Album:
 
     def positions(self, ids: list[int]) -> torch.Tensor:
         """Positions [3, n] of numbered ids."""
-        grids = [
-            (place, self.grids[number]) for place, number in enumerate(ids) if number in self.grids
-        ]
+        grids = [(place, self.grids[n]) for place, n in enumerate(ids) if n in self.grids]
         return positions(len(ids), grids)
