@@ -4,6 +4,8 @@ without their flags it is istar_webshop.py."""
 import json
 from dataclasses import fields
 
+from runtime.data import flatten, sum_per_step
+
 import numpy as np
 import pytest
 import torch
@@ -14,39 +16,12 @@ from conftest import (
     random_trajectories,
     read_model,
     run_main,
-    scripts_with,
 )
-from test_math import flat, mean, numpy_rloo, over_scripts, product, std, tensors
+from test_math import mean, numpy_rloo, std, versions
 from test_scripts import rows, same_tensors, small, without_times
 
 SCRIPT = "istar_webshop_ablations"
-FLAGS = {
-    "ground-truth": ["--step-reward", "ground-truth", "--alpha", "1", "--no-mixed-groups-only"],
-    "merged": ["--merge-rewards", "--alpha", "0.5", "--no-prm-skill"],
-    "token": ["--granularity", "token", "--ratio", "token", "--alpha", "1", "--no-prm-skill"],
-}
-
-
-@pytest.fixture
-def module(request):
-    return load(request.param)
-
-
-@over_scripts("merged_advantages")
-@pytest.mark.parametrize("seed, alpha, penalty", product(range(4), (0.0, 0.7), (0.0, 0.1)))
-def test_merged_advantages(module, seed, alpha, penalty):
-    """Every step is a sample of its group: the others' mean is over the group's steps."""
-    outcomes, group, step_traj = flat(seed, "scores")
-    rng = np.random.default_rng(seed)
-    rewards, invalid = rng.normal(size=len(step_traj)), rng.random(len(step_traj)) < 0.3
-    values = [outcomes[t] + alpha * r for t, r in zip(step_traj, rewards)]
-    expected = np.array(numpy_rloo(values, group[step_traj])) - penalty * invalid
-    batch = module.flatten(random_trajectories(module))
-    names = "outcomes", "group", "step_traj"
-    batch = batch._replace(**dict(zip(names, tensors(outcomes, group, step_traj))))
-    rewards, invalid = tensors(rewards, invalid)
-    ours = module.merged_advantages(batch, rewards, alpha, invalid, penalty)
-    np.testing.assert_allclose(ours.double().numpy(), expected, rtol=1e-3, atol=1e-4)
+SKILL = ["--as-published", "skill"]  # A^S counts from the first iteration on
 
 
 # ------------ runs ------------
@@ -95,42 +70,49 @@ def ranked_right(episodes, key):
     return mean(right)
 
 
-def is_ranked_by_the_reward_in_use(home, name, key):
-    """What the log says of step rewards is of those in use, and it does not name phi's."""
+def is_ranked_by_the_reward_in_use(home, name):
+    """What the log says of step rewards is of those in use."""
     ranked = []
     for row in rows(home / "runs" / name)[1:]:
-        assert not any("phi_init" in column or "old_init" in column for column in row)
         if row["prm/pairs"]:
             episodes = episodes_of(home, name, row["iteration"])
-            assert row["prm/pair_accuracy"] == pytest.approx(ranked_right(episodes, key), abs=1e-4)
+            expected = ranked_right(episodes, "implicit_reward")
+            assert row["prm/pair_accuracy"] == pytest.approx(expected, abs=1e-4)
             ranked.append(row["prm/pair_accuracy"])
     assert any(share != 0.5 for share in ranked)  # that of a PRM that has learnt nothing
 
 
-def test_ground_truth_is_the_worlds_own_reward(home):
-    table, episodes = played(home, "ground-truth", *FLAGS["ground-truth"], "--temperature", "1.3")
-    for episode in episodes:
-        for step in episode["steps"]:
-            assert step["ground_truth_reward"] == pytest.approx(step["reward"])
-            assert "implicit_reward" not in step
+def mixed_tasks(episodes) -> set:
+    return {task for task, outcomes in outcomes_of(episodes).items() if len({*outcomes}) > 1}
 
+
+@pytest.mark.parametrize("published", ((), ("credit",)), ids=str)
+def test_ground_truth_is_the_worlds_own_reward(home, published):
+    """As published every step has credit; else valid answers of groups that have a pair."""
+    name = f"ground-truth{len(published)}"
+    flags = ["--step-reward", "ground-truth", *SKILL, *published, "--temperature", "1.3"]
+    table, episodes = played(home, name, *flags)
+    for task, values in steps_of(episodes, "implicit_reward").items():
+        assert values == pytest.approx(steps_of(episodes, "reward")[task])
     rewards, credit = steps_of(episodes, "reward"), steps_of(episodes, "step_advantage")
     valid = {task: np.array(values) for task, values in steps_of(episodes, "valid").items()}
+    assert not all(map(np.all, valid.values()))
     for task, values in credit.items():
-        credited, expected = np.array(rewards[task])[valid[task]], np.zeros(len(values))
+        counts = np.full(len(values), True) if published else valid[task]
+        counts = counts & bool(published or task in mixed_tasks(episodes))
+        credited, expected = np.array(rewards[task])[counts], np.zeros(len(values))
         if len({*credited}) > 1:
-            expected[valid[task]] = (credited - mean(credited)) / std(credited)
+            expected[counts] = (credited - mean(credited)) / std(credited)
         np.testing.assert_allclose(values, expected, atol=1e-4)
     assert any(map(any, credit.values())) and not all(map(any, credit.values()))
-    assert not all(map(np.all, valid.values()))  # invalid answers have no credit
     advantages = steps_of(episodes, "advantage")
     outcome_adv = dict(of_steps_by_rloo(episodes))
     for task, values in advantages.items():  # A = A^E + alpha * A^S, alpha = 1
         expected = np.array(outcome_adv[task]) + credit[task] - 0.1 * ~valid[task]
         np.testing.assert_allclose(values, expected, atol=1e-4)
     assert all("prm/loss" not in row for row in table)  # no PRM learns
-    assert table[1]["prm/pairs"] and all(row["prm/alpha"] == 1 for row in table[1:])
-    is_ranked_by_the_reward_in_use(home, "ground-truth", "ground_truth_reward")
+    assert table[1]["prm/pairs"]
+    is_ranked_by_the_reward_in_use(home, name)
 
 
 def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
@@ -145,7 +127,7 @@ def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
 
     monkeypatch.setattr(module, "flatten", flatten)
     path, flags = "runs/finished/policy", ["--beta", "0.5", "--temperature", "1.3"]
-    table, episodes = played(home, "progress", "--step-reward", path, "--alpha", "1", *flags)
+    table, episodes = played(home, "progress", "--step-reward", path, *SKILL, *flags)
     batch = seen[-1]
     logprobs = [torch.zeros(len(batch.token_step)) for _ in range(2)]
     for of_tokens, where in zip(logprobs, (home / path, default_model(SCRIPT))):
@@ -154,22 +136,22 @@ def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
             with torch.no_grad():
                 logits = model(sequence.ids[None]).logits[0, :-1] / 1.3
             of_ids = logits.log_softmax(-1).gather(1, sequence.ids[1:, None])[:, 0]
-            of_tokens[sequence.tokens] = of_ids[sequence.steps[1:] >= 0]
-    expected = 0.5 * module.sum_per_step(logprobs[0] - logprobs[1], batch)
-    rewards = [step["progress_reward"] for e in episodes for step in e["steps"]]
+            of_tokens[sequence.tokens] = of_ids[sequence.is_action[1:]]
+    expected = 0.5 * sum_per_step(logprobs[0] - logprobs[1], batch)
+    rewards = [step["implicit_reward"] for e in episodes for step in e["steps"]]
     np.testing.assert_allclose(rewards, expected.numpy(), atol=1e-4)
     assert expected.abs().max() > 1e-2
     assert any(any(values) for values in steps_of(episodes, "step_advantage").values())
     assert all("prm/loss" not in row for row in table)  # no PRM learns
-    is_ranked_by_the_reward_in_use(home, "progress", "progress_reward")
+    is_ranked_by_the_reward_in_use(home, "progress")
 
 
 @pytest.mark.parametrize("over", ("turn", "batch"))
 def test_a_s_is_standardised_over_what_the_flag_says(home, over):
     """Of the valid steps of groups that have a pair, since others have no A^S."""
-    flags = ["--alpha", "1", "--no-prm-skill", "--temperature", "1.3"]
-    _, episodes = played(home, over, "--normalise-over", over, *flags)
-    mixed = {task for task, outcomes in outcomes_of(episodes).items() if len({*outcomes}) > 1}
+    flags = ["--normalise-over", over, *SKILL, "--temperature", "1.3"]
+    _, episodes = played(home, over, *flags)
+    mixed = mixed_tasks(episodes)
     assert len(mixed) > 1
     sets, elsewhere = {}, []
     for e in episodes:
@@ -198,7 +180,9 @@ def of_steps_by_rloo(episodes):
 
 
 def test_merged_rewards_have_one_advantage(home):
-    _, episodes = played(home, "merged", *FLAGS["merged"], "--temperature", "1.3")
+    _, episodes = played(
+        home, "merged", "--step-reward", "merged", "--alpha", "0.5", "--temperature", "1.3"
+    )
     merged, used = {}, steps_of(episodes, "implicit_reward")
     for e in episodes:
         values = [e["outcome"] + 0.5 * step["implicit_reward"] for step in e["steps"]]
@@ -211,17 +195,20 @@ def test_merged_rewards_have_one_advantage(home):
     assert not all(all(values) for values in valid.values())  # the penalty was felt
 
 
-def test_of_tokens_the_log_has_sums_and_means(home):
-    """What is not A^S is RLOO's, the same for all tokens of an episode."""
-    table, episodes = played(home, "token", *FLAGS["token"], "--temperature", "1.3")
+def test_of_tokens_the_log_has_sums(home):
+    """What is not A^S is RLOO's, the same for all tokens of an episode, less a penalty for each."""
+    flags = ["--step-reward", "token", "--ratio", "token", *SKILL, "--temperature", "1.3"]
+    table, episodes = played(home, "token", *flags)
     rewards = steps_of(episodes, "implicit_reward")
     assert any(any(values) for values in rewards.values())
-    advantages, credit = steps_of(episodes, "advantage"), steps_of(episodes, "step_advantage")
-    valid = steps_of(episodes, "valid")
-    assert any(any(values) for values in credit.values())
-    for task, expected in of_steps_by_rloo(episodes):
-        expected = np.array(expected) + credit[task] - 0.1 * ~np.array(valid[task])
-        np.testing.assert_allclose(advantages[task], expected, atol=1e-4)
+    assert any(any(values) for values in steps_of(episodes, "step_advantage").values())
+    columns = "tokens", "advantage", "episode_advantage", "step_advantage", "valid"
+    for task, of_each in of_steps_by_rloo(episodes):
+        values = (steps_of(episodes, key)[task] for key in columns)
+        tokens, advantage, of_episode, credit, valid = map(np.array, values)
+        np.testing.assert_allclose(of_episode, tokens * np.array(of_each), atol=1e-3)
+        expected = of_episode + credit - 0.1 * tokens * ~valid
+        np.testing.assert_allclose(advantage, expected, atol=1e-3)
     assert all(row["prm/loss"] for row in table[1:])
 
 
@@ -235,6 +222,35 @@ def test_without_its_flags_it_is_istar(home):
     assert same_tensors(*policies) == []
 
 
+def test_with_the_flags_that_it_names_it_is_istar_as_published(home):
+    """But for rounding: the PRM's micro-batches are cut otherwise. Its accuracy is over the steps
+    that both of a pair have."""
+    flags = [*SKILL, "length", "credit", "--prm-lora-rank", 0, "--prm-replay", 0, "--prm-steps", 1]
+    flags += ["--prm-ridge", 0, "--beta", 0.05, "--prm-learning-rate", 1e-3, "--lr-halving", "inf"]
+    table, episodes = played(home, "as-published", *flags)
+    expected, published = played(home, "paper", script="istar_paper_webshop")
+    for one, two in zip(table, expected, strict=True):
+        skip = {"prm/pair_accuracy", "prm/skill", "policy/engine_gap"}
+        same = {key for key in without_times(two) if key not in skip and two[key] is not None}
+        assert {key: one[key] for key in same} == pytest.approx(
+            {key: two[key] for key in same}, rel=1e-2, abs=1e-4
+        )
+    assert table[-1]["prm/credit_share"] > 0
+    for one, two in zip(episodes, published, strict=True):
+        for key in ("action", "valid"):
+            assert [step[key] for step in one["steps"]] == [step[key] for step in two["steps"]]
+
+
+@pytest.mark.parametrize("rank", (0, 8))
+def test_a_lora_policys_prm_is_an_adapter_either_way(home, rank):
+    """On the policy's, or a copy of it."""
+    flags = ["--policy-lora-rank", 4, "--prm-lora-rank", rank]
+    table, _ = played(home, f"lora{rank}", *flags)
+    assert all(row["prm/loss"] for row in table[1:] if row["prm/pairs"])
+    config = json.loads((home / f"runs/lora{rank}/prm/adapter_config.json").read_text())
+    assert config["r"] == (rank or 4)
+
+
 # ------------ flags ------------
 
 
@@ -245,12 +261,10 @@ def test_what_does_not_go_together_is_refused(tmp_path):
         assert not list(tmp_path.iterdir())
         return done.stderr
 
-    token = ["--granularity", "token"]
-    assert said(*token).startswith("--ratio step: ") and "--granularity token" in said(*token)
-    for other in (["--merge-rewards"], ["--step-reward", "ground-truth"]):
-        refused = said(*token, "--ratio", "token", *other)
-        assert refused.startswith("--granularity token: ") and other[0] in refused
-    assert said("--merge-rewards", "--normalise-over", "turn").startswith("--normalise-over turn: ")
+    token = ["--step-reward", "token"]
+    assert "--step-reward token: " in said(*token) and "--ratio token" in said(*token)
+    assert said(*token, "--ratio", "token", "--normalise-over", "turn") == said(*token)
+    assert said("--as-published", "skill", "lenght").startswith("--as-published lenght: ")
 
 
 def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
@@ -272,17 +286,15 @@ def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
 @pytest.mark.parametrize("script", TRAINERS)
 def test_ablations_are_flags_of_one_script_alone(script):
     names = {field.name for field in fields(load(script).Args)}
-    own = {"step_reward", "merge_rewards", "normalise_over", "granularity"}
+    own = {"step_reward", "as_published", "normalise_over", "ratio"}
     assert names & own == (own if script == SCRIPT else set())
 
 
-@pytest.mark.parametrize("script", scripts_with("by_token", "flatten"))
+@pytest.mark.parametrize("script", versions("by_token"))
 def test_by_token_keeps_sums(script):
     """A token's step is itself, its trajectory that of its step."""
-    module = load(script)
-    batch = module.flatten(random_trajectories(module))
-    tokens = module.by_token(batch)
+    batch = flatten(random_trajectories())
+    tokens = load(script).by_token(batch)
     assert torch.equal(tokens.step_traj, batch.step_traj[batch.token_step])
     values = torch.randn(len(batch.token_step))
-    assert torch.equal(module.sum_per_step(values, tokens), values)
-    assert torch.equal(module.per_ratio(values, tokens.token_step, "step"), values)
+    assert torch.equal(sum_per_step(values, tokens), values)

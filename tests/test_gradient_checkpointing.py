@@ -2,16 +2,15 @@
 
 import json
 
-from runtime import networks
-from runtime.engines import HfEngine
-from runtime.networks import Network, add_adapter, recompute_layers, trainable
+from runtime.engines import SamplingParams, answers
+from runtime.engines.transformers import TransformersEngine
+from runtime.networks import recompute_layers
 
+import divided
 import pytest
-import test_checkpoints
-import test_pictures
 import torch
-from conftest import default_model, network, random_model, read_model, run_main, settings
-from test_checkpoints import UPDATES, updated
+from conftest import default_model, load, network, random_model, read_model, run_main, settings
+from test_processes import UPDATES
 from test_scripts import rows, small, without_times
 
 
@@ -30,53 +29,46 @@ def kept_for_backward(function) -> int:
     return sum(seen.values())
 
 
-@pytest.mark.parametrize("budget", (8192, 20))  # 20: the PRM computes whole passes again too
-@pytest.mark.parametrize("kind", UPDATES)
-def test_an_update_is_the_same(kind, budget, tmp_path, monkeypatch):
-    """By the scripts' own functions and plain gradient descent with rate 1."""
-    _, plain, told = updated(kind, tmp_path, micro_batch_tokens=budget)
-
-    def recomputing(model, *rest):
-        assert recompute_layers([model])
-        return network(model, *rest)
-
-    monkeypatch.setattr(test_checkpoints, "network", recomputing)
-    before, other, also = updated(kind, tmp_path, micro_batch_tokens=budget)
-    pairs = [*zip(before, trainable(plain.model), trainable(other.model), strict=True)]
-    assert max((one - start).norm() for start, one, _ in pairs) > 1e-3
-    for _, one, two in pairs:
-        assert (two - one).norm() <= 1e-6 * one.norm()
-    assert also == pytest.approx(told, rel=1e-6)
+@pytest.mark.parametrize("script", UPDATES)
+def test_an_update_is_the_same(script, tmp_path):
+    """Of every network of these scripts, the one that sees among them: what it told, its gradients
+    and what it computes afterwards."""
+    found = []
+    for number, options in enumerate(((), ("recompute",))):
+        divided.main(script, tmp_path / f"{number}.pt", *options)
+        found.append(torch.load(tmp_path / f"{number}.pt"))
+    plain, other = found
+    assert plain.keys() == other.keys() and any(name.startswith("policy.") for name in plain)
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            assert other[name] == pytest.approx(value, rel=1e-6), name
+        else:
+            assert value.norm() > 0 and (other[name] - value).norm() <= 1e-6 * value.norm(), name
 
 
-def test_pictures_and_the_tower_that_sees_them():
-    model, chat = test_pictures.seeing()
-    batch = test_pictures.batch_of(test_pictures.answered(chat, test_pictures.contexts_of(chat)))
-    one = test_pictures.gradient_of(model, batch, settings())
-    one = [gradient.clone() for gradient in one]
+def test_the_tower_that_sees_is_computed_again_too():
+    model = read_model(default_model("istar_visual_sokoban"))
     assert recompute_layers([model])
     assert any("visual" in name and "forward" in vars(m) for name, m in model.named_modules())
-    for a, b in zip(one, test_pictures.gradient_of(model, batch, settings()), strict=True):
-        assert (a - b).norm() <= 1e-6 * a.norm()
 
 
-def test_two_adapters_on_one_base_each_have_their_gradient():
+@pytest.mark.parametrize("rank", (0, 4))
+def test_two_networks_on_one_base_each_have_their_gradient(rank):
     def gradients(recompute: bool) -> list:
-        model = add_adapter(add_adapter(random_model(0), "policy", 4), "prm", 4)
-        for seed, (name, parameter) in enumerate(model.named_parameters()):
+        lora, policy = load("rloo_sokoban").lora, network(random_model(0))
+        if rank:
+            policy = network(policy.with_adapter("policy", lora(rank)).model)
+        prm = policy.with_adapter("prm", lora(4))
+        for seed, (name, parameter) in enumerate(prm.model.named_parameters()):
             if "lora_B" in name:
                 torch.manual_seed(seed)
                 torch.nn.init.normal_(parameter, std=0.05)
         if recompute:
-            assert recompute_layers([model, model])
-        found = []
-        ids = torch.arange(40)[None]
-        for name in ("policy", "prm"):
-            model.set_adapter(name)
-            found += torch.autograd.grad(
-                model(input_ids=ids).logits.logsumexp(-1).sum(),
-                [p for key, p in model.named_parameters() if f".{name}." in key],
-            )
+            assert recompute_layers([policy.model, prm.model])
+        found, ids = [], torch.arange(40)[None]
+        for each in (policy, prm):
+            loss = each.activate()(input_ids=ids).logits.logsumexp(-1).sum()
+            found += torch.autograd.grad(loss, each.trained)
         return found
 
     for one, two in zip(gradients(False), gradients(True), strict=True):
@@ -100,10 +92,11 @@ def test_an_engine_samples_as_before():
     for recompute in (False, True):
         if recompute:
             assert recompute_layers([model])
-        engine = HfEngine("", [0], args)
+        engine = TransformersEngine("", [0], args)
         engine.load(model)
         torch.manual_seed(0)
-        said.append(engine.generate([[1, 2, 3], [4, 5]], 1.0))
+        sampling = SamplingParams(temperature=1.0, max_tokens=8, stop_token_ids=[0])
+        said.append(answers(engine, [[1, 2, 3], [4, 5]], sampling))
     assert said[0] == said[1]
 
 
@@ -127,21 +120,3 @@ def test_a_model_without_such_layers_is_refused(tmp_path, monkeypatch):
     assert len(done.stderr.splitlines()) == 1
     assert not recompute_layers([torch.nn.Linear(2, 2)])
     assert recompute_layers([read_model(default_model("rloo_sokoban"))])
-
-
-def test_adamw_is_fused_where_its_parameters_are_on_such_a_device(monkeypatch):
-    """On a GPU; here the CPU's own kernel stands in for the GPU's."""
-    moved = []
-    for devices in (("cuda",), ("cuda", "cpu")):
-        monkeypatch.setattr(networks, "FUSED", devices)
-        model = random_model(0)
-        optimizer = torch.optim.AdamW(trainable(model), lr=1e-2)
-        policy = Network("policy", model, optimizer)
-        assert bool(optimizer.param_groups[0]["fused"]) == ("cpu" in devices)
-        for _ in range(3):
-            policy.optimizer.zero_grad()
-            sum(p.square().sum() for p in trainable(model)).backward()
-            policy.optimizer.step()
-        moved.append([p.detach().clone() for p in trainable(model)])
-    for one, two in zip(*moved, strict=True):
-        assert torch.allclose(one, two, rtol=1e-5, atol=1e-7)
