@@ -180,16 +180,14 @@ def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int = 1)
     """The setting that fits the memory [bytes] and changes least: gradient checkpointing, fewer
     tokens at a time (not fewer than the longest sequence has), then an adapter for the policy, then
     more cards. None where none does."""
-    smaller = [n for n in SMALLER if longest <= n < setting.tokens]
+    sizes = [setting.tokens, *(n for n in SMALLER if longest <= n < setting.tokens)]
     trained = [dict(cards=setting.cards, lora_rank=setting.lora_rank)]
     if not setting.lora_rank:
         trained.append(dict(cards=1, lora_rank=FEWER))
         if gpu and setting.cards < MORE:
             trained.append(dict(cards=MORE, lora_rank=0))
     recomputes = (False, True) if not setting.recompute else (True,)
-    for who, tokens, recompute in itertools.product(
-        trained, [setting.tokens, *smaller], recomputes
-    ):
+    for who, tokens, recompute in itertools.product(trained, sizes, recomputes):
         other = replace(setting, tokens=tokens, recompute=recompute, **who)
         if needed(shape, other, gpu) <= memory:
             return other
@@ -259,10 +257,8 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
     if need <= memory:
         return
 
-    parts = {
-        name: part / GIB for name, part in predict(shape, setting, gpu).items() if part >= GIB / 10
-    }
-    listed = ", ".join(f"{name} {part:.1f}" for name, part in parts.items())
+    parts = predict(shape, setting, gpu).items()
+    listed = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts if part >= GIB / 10)
     other = fitting(shape, setting, memory, gpu, args.max_context_tokens)
     advice = "nothing that this library has would fit: a smaller --model"
     if other:
