@@ -24,7 +24,7 @@ FLAGS = [*FLAGS.split(), "--max-steps", "6"]
 @pytest.fixture(scope="module")
 def play():
     """play(world, chat, tasks, temperature): the tiny policy's episodes of Sokoban."""
-    args = settings(max_action_tokens=16, max_context_tokens=1024, max_steps=15)
+    args = settings(max_action_tokens=16, max_context_tokens=1024, max_steps=8)
     engine = TransformersEngine("", [AutoTokenizer.from_pretrained(TINY).eos_token_id], args)
     engine.load(AutoModelForCausalLM.from_pretrained(TINY))
 
@@ -44,7 +44,7 @@ def chat():
 def test_who_plays_on_greedily_ends_as_the_episode_did(play, chat):
     """The state before every step is entered again to the token: at temperature 0 the rest is the
     same, so that no step was better or worse than the policy."""
-    env = SCRIPT.Sokoban()
+    env = SCRIPT.Sokoban(max_steps=8)
     played = play(env, chat, env.train_tasks[:8], 0.0)
     assert {t.outcome for t in played} == {0.0, 1.0}
 
