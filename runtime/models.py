@@ -1,6 +1,5 @@
 """Reading --model: what cannot be a policy is refused in one line that names the file and the fix.
 
-check_directory looks at files and headers alone, before a run is begun; the others read the model.
 A weight that a file lacks is not drawn at random.
 """
 
@@ -15,12 +14,8 @@ from runtime.view import terminal
 import torch
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that train, as safetensors names them
-SIZES = (  # of config.json, and of its parts for words and for pictures
-    "hidden_size intermediate_size num_attention_heads num_hidden_layers num_key_value_heads "
-    "head_dim vocab_size max_position_embeddings depth num_heads out_hidden_size in_channels "
-    "patch_size spatial_merge_size temporal_patch_size"
-).split()
-LARGEST = 10_000_000  # of these
+SIZES = "hidden_size num_attention_heads num_hidden_layers max_position_embeddings depth num_heads"
+LARGEST = 10_000_000  # of these sizes of config.json and of its parts for words and for pictures
 AFTER_HEAD = "final_logit_softcapping", "logit_scale", "logits_scaling"  # of config.json
 
 
@@ -29,7 +24,7 @@ class ModelError(ValueError):
 
 
 def check_directory(path: Path) -> None:
-    """Raise ModelError where the files of a model cannot be what they should be."""
+    """Raise ModelError where files or headers cannot be those of a model; no weight is read."""
     for file in sorted(path.iterdir()):
         if file.suffix in (".json", ".safetensors", ".jinja", ".txt") and not file.is_file():
             raise ModelError(f"{file.name} is no file (a pipe, a directory or a broken link)")
@@ -48,7 +43,7 @@ def check_directory(path: Path) -> None:
         if not isinstance(parts[-1], dict):
             raise ModelError(f"config.json: {name} is no object")
     for part in parts:
-        for name in SIZES:
+        for name in SIZES.split():
             size = part.get(name, 1)
             if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
                 raise ModelError(f"config.json: {name} is {size!r}"[:200])
@@ -98,14 +93,12 @@ def check_headers(path: Path, configs: list[dict]) -> None:
     for name in ("num_hidden_layers", "depth"):
         layers = max(config.get(name) or 0 for config in configs)
         if layers > count > 0:
-            tensors = f"the safetensors have {count} tensors"
-            raise ModelError(f"config.json: {name} is {layers}, and {tensors}")
+            raise ModelError(f"config.json: {name} is {layers}, and there are {count} tensors")
 
 
 def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
-    """transformers' causal language model, with all of its weights; kind: the name of the class
-    that reads it. Raises ModelError where weights are missing, have another shape or are not
-    finite."""
+    """transformers' causal language model, read by its class of this name. Raises ModelError where
+    weights are missing, have another shape or are not finite."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # its table of missing weights is a line of ours
@@ -169,8 +162,7 @@ def read_tokenizer(path: str, model, trust: bool):
         raise ModelError(f"its tokenizer cannot be read ({first_line(error)})") from error
     rows = model.get_input_embeddings().weight.shape[0]
     if length > rows:
-        of = f"its tokenizer has {length} tokens, and its embedding {rows} rows"
-        raise ModelError(f"{of}: they are not of one model")
+        raise ModelError(f"its tokenizer has {length} tokens, and its embedding {rows} rows")
     if not tokenizer.encode("a word", add_special_tokens=False):
         raise ModelError("its tokenizer knows no word: tokenizer.json is missing or empty")
     return tokenizer
@@ -184,8 +176,8 @@ def stop_ids_of(model, tokenizer) -> list[int]:
 
 
 def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat:
-    """The layout of a conversation. Where nothing ends an answer, the mark that the template has
-    there does, which is said; ModelError where there is none, or no template that can be used."""
+    """The layout of a conversation; ModelError where no template can be used. Where nothing ends an
+    answer, the mark that the template has there does, which is said."""
     if not tokenizer.chat_template:
         missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
         raise ModelError(f"{missing}: take an instruct model, or add one")
@@ -206,19 +198,18 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat
 
 
 @contextmanager
-def time_limit(seconds: float):
+def time_limit(seconds: int):
     """Around what a stranger's program computes: TimeoutError where it takes longer."""
 
     def stop(*_):
         raise TimeoutError(f"it took longer than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.alarm(0)
 
 
 def first_line(error: Exception) -> str:
