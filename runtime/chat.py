@@ -9,10 +9,9 @@ from runtime.data import Context, joined
 class Chat:
     """Tokens of prompts, observations and answers; a picture stands before the words beside it.
 
-    Words of the environment are encoded as plain text: a template's token that stands in them does
-    not become control. Nothing that was sampled is ever tokenised again. processor: the model's
-    runtime.vision.pictures.PictureProcessor, where the world shows pictures. ValueError where the
-    template has no such layout."""
+    A template's token in the environment's words does not become control; nothing that was sampled
+    is tokenised again. processor: the model's PictureProcessor, where the world shows pictures.
+    ValueError where the template has no such layout."""
 
     def __init__(self, tokenizer, stop_ids: list[int], processor=None):
         self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
