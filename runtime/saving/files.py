@@ -118,8 +118,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(path: Path | None) -> str | None:
-    """SHA-256 over names and contents of a directory's files; None where there is no directory (a
-    name on the hub)."""
+    """SHA-256 over names and contents of a directory's files; None where there is no directory."""
     if path is None or not Path(path).is_dir():
         return None
     files = sorted(file for file in Path(path).iterdir() if file.is_file())
@@ -128,8 +127,7 @@ def hash_files(path: Path | None) -> str | None:
 
 
 def lock(path: Path) -> int:
-    """Keep other processes out of a directory until the file that this returns is closed. Exits
-    where one is there."""
+    """Keep other processes out of a directory until this file is closed; exits where one is in."""
     file = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

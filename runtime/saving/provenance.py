@@ -1,5 +1,4 @@
-"""What a result has to name: command, versions, commit, hardware, seed, and hashes of its
-inputs."""
+"""What a result has to name: command, versions, commit, hardware, seed, hashes of its inputs."""
 
 import hashlib
 import os
@@ -24,10 +23,8 @@ PACKAGES = (
 
 
 def provenance(args, model: str, env, eval_env) -> dict:
-    """An entry of run.json, for one start of a run.
-
-    The hashes are of the model's files, the data's files and the prompts (with their pictures) of
-    the evaluation panel; a run is not taken up where they differ."""
+    """An entry of run.json, for one start of a run. The hashes are of the files of the model and of
+    the data, and of the panel's prompts and pictures; a run is not taken up where they differ."""
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     prompts = "\0".join(shown(eval_env.reset(task)) for task in tqdm(tasks, "panel", **later))
@@ -57,8 +54,7 @@ def provenance(args, model: str, env, eval_env) -> dict:
 
 
 def peak_memory() -> float:
-    """The most memory that this process has had at a time [GiB]: a GPU's, as torch counts it, or
-    without one what was resident."""
+    """The most memory that this process has had at a time [GiB]: the GPU's, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status").read_text()
