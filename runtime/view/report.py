@@ -1,7 +1,6 @@
 """What episodes were like, the lines of the terminal, and curve.png."""
 
 import hashlib
-import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -33,8 +32,7 @@ def announce(run) -> None:
     say(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
     if processes.count() > 1:
         how = "sharded (FSDP)" if fsdp.wanted() else "a copy in each"
-        parts = "each has an engine and a share of the tasks"
-        say(f"{processes.count()} processes, the policy {how}: {parts}")
+        say(f"{processes.count()} processes with an engine each, the policy {how}")
     episodes = args.tasks_per_iteration * args.group_size
     sampled = episodes * args.max_steps * args.max_action_tokens
     most = f"{sampled:,} tokens sampled, {episodes * args.max_context_tokens:,} in the trainer"
@@ -42,11 +40,9 @@ def announce(run) -> None:
 
 
 def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
-    """Means over trajectories; valid_actions over steps, dead_groups over groups; and what the
-    world has to say of them (env.summary, of judges and partners).
-
-    success_error is the standard error over tasks. faults, where there were any: episodes whose
-    world raised."""
+    """{kind/name: mean over trajectories; valid_actions over steps, dead_groups over groups}, with
+    what the world says of them (env.summary) and success_error, the standard error over tasks.
+    faults: episodes whose world raised, which are told where there were any."""
     groups = {}
     for t in trajectories:
         groups.setdefault(t.task, []).append(t)
@@ -81,19 +77,16 @@ def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
     there = {f"pictures/{file.name}" for file in run.glob("pictures/*.png")}
     named = {}
     for png in dict.fromkeys(png for t in trajectories for png in seen_pictures(t)):
-        name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
-        if name not in there and len(there) < most:
-            replace_file(run / name, png)
-            there.add(name)
-        if name in there:
-            named[png] = name
-    return named
+        named[png] = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
+        if named[png] not in there and len(there) < most:
+            replace_file(run / named[png], png)
+            there.add(named[png])
+    return {png: name for png, name in named.items() if name in there}
 
 
 def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -> list[str]:
     """A line of episodes.jsonl for each trajectory (docs/episodes.md); its steps get their entry of
-    every column [S], and where the world shows pictures the path of theirs, null if it was not
-    kept."""
+    every column [S], and the path of their picture, null if it was not kept."""
     numbers = {name: iter(values.tolist()) for name, values in columns.items()}
     lines = []
     for t in trajectories:
@@ -164,8 +157,8 @@ def draw_curve(rows: list[dict], run: Path) -> None:
     }
     if credit := {key: of for key, of in CREDIT.items() if any(has(row, key) for row in rows)}:
         panels["credit"] = credit
-    size = {"figsize": (10, 3 * len(panels)), "sharex": "col", "sharey": "row"}
-    figure, axes = plt.subplots(len(panels), 2, **size)
+    count = len(panels)
+    figure, axes = plt.subplots(count, 2, figsize=(10, 3 * count), sharex="col", sharey="row")
     scales = [("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes of training")]
     for pair, (name, lines) in zip(axes, panels.items()):
         for axis, (x, scale, label) in zip(pair, scales):
@@ -176,26 +169,24 @@ def draw_curve(rows: list[dict], run: Path) -> None:
             axis.set(xlabel=label, ylabel=name)
         pair[0].legend(fontsize="small")
     figure.suptitle(run.name, parse_math=False)
-    drawn = io.BytesIO()
-    figure.savefig(drawn)
+    figure.savefig(run / "curve.png")
     plt.close(figure)
-    replace_file(run / "curve.png", drawn.getvalue())
 
 
 def summary(run) -> None:
     """Print success on the panel before and after, with the standard error over its tasks, and the
     world's own measures (SOTOPIA's goal and dimensions)."""
-    run_args, env = run.args.run_args, run.eval_env
-    panel = f"{run_args.eval_tasks} tasks x {run_args.eval_samples} samples"
-    say(f"{env.name}, {panel} at temperature {run_args.eval_temperature}")
+    given, env = run.args.run_args, run.eval_env
+    panel = f"{given.eval_tasks} tasks x {given.eval_samples} samples"
+    say(f"{env.name}, {panel} at temperature {given.eval_temperature}")
     say("iterations   minutes   success (standard error)   score")
     shown = "time/elapsed", "eval/success", "eval/success_error", "eval/score"
     evaluated = [row for row in run.rows if has(row, *shown)]
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
-        minutes, success, error, score = (row[key] for key in shown)
-        when = f"{row['iteration']:10} {minutes / 60:9.1f}"
-        say(f"{when}   {f'{success:.3f} ({error:.3f})':24}   {score:.3f}")
+        seconds, success, error, score = (row[key] for key in shown)
+        mean = f"{success:.3f} ({error:.3f})"
+        say(f"{row['iteration']:10} {seconds / 60:9.1f}   {mean:24}   {score:.3f}")
     for key in getattr(env, "measures", ()):
         if all(has(row, f"eval/{key}") for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
@@ -204,10 +195,9 @@ def summary(run) -> None:
 
 def write_page(run) -> None:
     """Write the run's page and say where it is. A page that cannot be written ends no run."""
-    if processes.rank():
-        return
     try:
-        say(f"the run as a page: {viewer.write_page([run.path])}")
+        if processes.rank() == 0:
+            say(f"the run as a page: {viewer.write_page([run.path])}")
     except (OSError, SystemExit) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         warn(f"{run.path}/view.html was not written ({reason})")

@@ -1,10 +1,9 @@
 """view.html: a run as one page that needs nothing from elsewhere.
 
-The page holds an index of its episodes as JSON, and the steps of each iteration as a compressed
-chunk that is unpacked when somebody looks at it; so 10,000 episodes open at once. It also holds the
-pictures that a visual run kept, each once. What a model or a world wrote reaches the page as JSON
-alone, and its script writes it with textContent alone: it is text, whatever it holds. A content
-security policy forbids every other script and every request.
+The page holds an index of its episodes as JSON, the steps of each iteration as a compressed chunk
+that is unpacked when somebody looks at it, and the pictures that a visual run kept. What a model or
+a world wrote is JSON there, which its script writes with textContent alone: it is text, whatever it
+holds. A content security policy forbids every other script and every request.
 """
 
 import base64
@@ -36,16 +35,13 @@ WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' sc
 
 
 def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
-    """Write the page of a run, or of two runs beside each other, and return where it is.
-
-    out: the page; None is view.html in the first of the runs, and for two view-against-B.html.
-    most: episodes of a run on the page; of a larger one older iterations are thinned, which the
-    page says. Exits with one line where there is no such run."""
-    read = [read_run(Path(run), most) for run in runs]
-    name = "view.html" if len(runs) == 1 else f"view-against-{read[1]['name']}.html"
-    out = out or Path(runs[0]) / name
+    """Write the page of a run, or of two runs beside each other, and return where it is: out, or
+    view.html or view-against-B.html in the first run. most: episodes of a run on the page; of a
+    larger one older iterations are thinned. Exits with one line where there is no such run."""
+    read = [read_run(run, most) for run in runs]
+    out = out or runs[0] / f"{'-against-'.join(['view', *(run['name'] for run in read[1:])])}.html"
     packs = {}  # {id of an element of the page: what it holds}
-    chunks = [(Path(path), kept) for path, run in zip(runs, read) for kept in run["sets"]]
+    chunks = [(path, kept) for path, run in zip(runs, read) for kept in run["sets"]]
     for number, (path, kept) in enumerate(chunks):
         steps, kept["chunk"] = kept.pop("steps"), number
         packs[f"chunk-{number}"] = packed(steps)
@@ -200,8 +196,7 @@ def packed(steps: dict) -> str:
 
 
 def page_of(runs: list[dict], packs: dict[str, str]) -> str:
-    """The page's text, from page/: its frame, style and script. packs: {id of an element: what it
-    holds}."""
+    """The page's text. packs: {id of an element: what it holds}."""
     held = [f'<script type="text/plain" id="{id}">{text}</script>' for id, text in packs.items()]
     style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
     hashes = {text: base64_of(hashlib.sha256(text.encode()).digest()) for text in (style, script)}
