@@ -1,8 +1,6 @@
-"""What a run says in the terminal: lines that stay, above the progress bars.
+"""What a run says: lines that stay, at once, above the progress bars of a terminal.
 
-Where stdout is no terminal, each line comes at once and there are no bars. What a model or a world
-wrote may stand in a warning or in an error; there it is plain, so that it moves no cursor and rings
-no bell.
+What a model or a world wrote is plain in them: it moves no cursor and rings no bell.
 """
 
 import logging
@@ -21,19 +19,12 @@ MOVING = re.compile(
 settings = {"quiet": False}
 
 
-class Handler(logging.Handler):
-    """Warnings of the worlds, as this module says them."""
-
-    def emit(self, record) -> None:
-        warn(record.getMessage())
-
-
-HANDLER = Handler(logging.WARNING)
+HANDLER = logging.Handler(logging.WARNING)  # the worlds' warnings, as this module says them
+HANDLER.emit = lambda record: warn(record.getMessage())
 
 
 def begin(quiet: bool) -> None:
-    """From now on lines and errors are as described above. quiet: warnings and errors alone are
-    said, and no bar is shown."""
+    """Say errors and the worlds' warnings plainly. quiet: these alone are said, without bars."""
     settings["quiet"] = quiet
     if quiet:
         sys.stderr = Quiet(sys.stderr)
