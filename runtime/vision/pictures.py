@@ -27,11 +27,10 @@ def never_sampled(config) -> list[int]:
 class PictureProcessor:
     """What stands between a PNG and the model's vision tower.
 
-    image_token: the id that stands for a piece of a picture; merge: merge x merge patches are one
-    token. never: the tokens that the model may not sample. features: what a frozen tower made of
-    pictures. processor: transformers' own, read from the model's directory if it is not given.
-    Exits with one line that names --model where the model sees no pictures, or places them (M-RoPE)
-    in other numbers than its heads have."""
+    image_token: the id that stands for merge x merge patches. never: the tokens that the model may
+    not sample. features: what a frozen tower made of pictures. processor: transformers' own, else
+    that of the model's directory. Exits with one line that names --model where the model sees no
+    pictures, or places them (M-RoPE) in other numbers than its heads have."""
 
     def __init__(self, path: str, config, model: str, processor=None):
         # it needs no torchvision, and equals the other one where nothing is resized
@@ -65,16 +64,13 @@ class PictureProcessor:
 
     def read(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
         """(patches [n, d], (rows, columns) of its tokens) of a picture; `patches` remembers them.
-
-        Exits with one line where it is no picture or has one colour alone, where it would have to
-        be resized, so that a token would not be a cell any more, and where the processor makes all
-        pixels alike."""
+        Exits with one line where it is no picture, has one colour alone, or would be resized, so
+        that a token were no cell any more, and where the processor makes all pixels alike."""
         image = opened(png)
         rows, columns = image.height // self.patch, image.width // self.patch
         side, size = self.patch * self.merge, f"a picture has {image.width} x {image.height} pixels"
         if image.width % side or image.height % side:
-            needs = f"--model {self.model} takes multiples of {side}, see --cell-pixels"
-            sys.exit(f"{size}: {needs}")
+            sys.exit(f"{size}: --model {self.model} takes multiples of {side}, see --cell-pixels")
         try:
             seen = self.processor(images=[image], return_tensors="pt")
         except Exception as error:  # each part of it has its own
@@ -92,7 +88,7 @@ class PictureProcessor:
     def refuse_sampled(self, action: list[int]) -> None:
         """Exit with one line where an answer has a token of pictures or films: the next forward
         pass would look for a picture there."""
-        if set(self.never).intersection(action):
+        if {*self.never} & {*action}:
             banned = "which it may never say: its engine does not follow the ban (logit_bias)"
             sys.exit(f"--model {self.model} sampled a token of pictures or films, {banned}")
 
@@ -182,8 +178,8 @@ def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, byt
 class Album:
     """The pictures that an engine has read with one policy's weights, each once.
 
-    Contexts are read with a number of its own for each token of each picture, -1 and below: equal
-    ids are then equal contexts, pictures included."""
+    Each token of each picture has a number of its own, -1 and below: contexts of equal numbers have
+    equal pictures."""
 
     def __init__(self, causal):
         self.causal = causal
