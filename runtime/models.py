@@ -5,7 +5,6 @@ A weight that a file lacks is not drawn at random.
 
 import json
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.chat import Chat
@@ -181,11 +180,18 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat
     if not tokenizer.chat_template:
         missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
         raise ModelError(f"{missing}: take an instruct model, or add one")
+
+    def stop(*_):
+        raise TimeoutError("it took longer than 5 s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(5)
     try:
-        with time_limit(5):
-            chat = Chat(tokenizer, stop_ids, processor)
+        chat = Chat(tokenizer, stop_ids, processor)
     except Exception as error:  # a template is a program, and may do anything
         raise ModelError(f"its chat template cannot be used ({first_line(error)})") from error
+    finally:
+        signal.alarm(0)
     if not stop_ids:
         mark = tokenizer.convert_ids_to_tokens(chat.between[:1])
         if not mark or mark[0] not in tokenizer.get_added_vocab():
@@ -195,21 +201,6 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat
         taken = f"an answer ends with {mark[0]}, as in its chat template"
         terminal.warn(f"--model {name} names no end-of-text token; {taken}")
     return chat
-
-
-@contextmanager
-def time_limit(seconds: int):
-    """Around what a stranger's program computes: TimeoutError where it takes longer."""
-
-    def stop(*_):
-        raise TimeoutError(f"it took longer than {seconds} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
 
 
 def first_line(error: Exception) -> str:
