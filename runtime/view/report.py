@@ -13,9 +13,7 @@ from runtime.worlds import summary_of
 
 import numpy as np
 
-TERMINAL = (
-    "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill".split()
-)
+TERMINAL = "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill"
 CREDIT = {  # what curve.png says of a PRM
     "prm/pair_accuracy": "pairs ranked right",
     "prm/skill": "skill",
@@ -126,7 +124,7 @@ def tables(**lines: list[str]) -> dict:
 
 def show(row: dict, left: float | None) -> None:
     """The terminal's line of an iteration; left: the seconds that the others will take."""
-    numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL if has(row, key)]
+    numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL.split() if has(row, key)]
     head = f"iteration {row['iteration']:4}  {row['time/elapsed']:6.0f} s"
     say("  ".join([head, f"{'' if left is None else f'{duration(left)} left':>11}", *numbers]))
 

@@ -26,10 +26,8 @@ PAGE = Path(__file__).parent / "page"
 FILES = {"train": "episodes.jsonl", "eval": "eval_episodes.jsonl"}
 MOST = 10_000  # episodes of a page
 TEXTS = ("observation", "action", "picture")  # of a step; every other column is a number
-COLOURED = (  # what steps can be coloured by, if they have it
-    "implicit_reward ground_truth_reward progress_reward reward advantage step_advantage "
-    "episode_advantage progress"
-).split()
+COLOURED = """implicit_reward ground_truth_reward progress_reward reward advantage step_advantage
+episode_advantage progress""".split()  # what steps can be coloured by, if they have it
 PICTURE = re.compile("pictures/([0-9a-f]{16})[.]png")  # of a step, as report.py names them
 WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' scale
 
@@ -39,12 +37,14 @@ def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> P
     view.html or view-against-B.html in the first run. most: episodes of a run on the page; of a
     larger one older iterations are thinned. Exits with one line where there is no such run."""
     read = [read_run(run, most) for run in runs]
-    out = out or runs[0] / f"{'-against-'.join(['view', *(run['name'] for run in read[1:])])}.html"
+    names = ["view", *(run["name"] for run in read[1:])]
+    out = out or runs[0] / f"{'-against-'.join(names)}.html"
     packs = {}  # {id of an element of the page: what it holds}
     chunks = [(path, kept) for path, run in zip(runs, read) for kept in run["sets"]]
     for number, (path, kept) in enumerate(chunks):
         steps, kept["chunk"] = kept.pop("steps"), number
-        packs[f"chunk-{number}"] = packed(steps)
+        plain = json.dumps(steps | {"texts": [*steps["texts"]]}, separators=(",", ":")).encode()
+        packs[f"chunk-{number}"] = base64_of(gzip.compress(plain, 5, mtime=0))
         for named in map(PICTURE.fullmatch, steps["texts"]):
             if named and (path / named[0]).is_file():
                 packs[f"picture-{named[1]}"] = base64_of((path / named[0]).read_bytes())
@@ -52,11 +52,8 @@ def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> P
     return out
 
 
-# ------------ reading ------------
-
-
 def read_run(path: Path, most: int) -> dict:
-    """What the page's index has of a run, with the steps of its sets, which are not packed yet."""
+    """What the page's index has of a run, with the steps of its sets."""
     if not (path / "args.json").is_file():
         sys.exit(f"{path}: no run there")
     try:
@@ -182,17 +179,8 @@ def scales_of(steps: list[dict]) -> dict[str, float]:
     return scales
 
 
-# ------------ writing ------------
-
-
 def base64_of(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-def packed(steps: dict) -> str:
-    """A set's steps as the page's script unpacks them: JSON, gzip, base64."""
-    plain = json.dumps(steps | {"texts": list(steps["texts"])}, separators=(",", ":"))
-    return base64_of(gzip.compress(plain.encode("ascii"), 5, mtime=0))
 
 
 def page_of(runs: list[dict], packs: dict[str, str]) -> str:
