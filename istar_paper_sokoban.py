@@ -210,10 +210,9 @@ def lora(rank: int) -> LoraConfig | None:
 
 
 # === block: paper prm ===
-def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
-    """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
-    make none. outcomes [N], group [N]."""
-    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] 1e-5: rounding
+def preference_pairs(outcomes, group) -> list[tuple[int, int]]:
+    """Every (winner, loser) of a group; equal outcomes make none. outcomes [N], group [N]."""
+    better = outcomes[:, None] > outcomes[None, :] + 1e-5  # [N, N]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 

@@ -214,10 +214,11 @@ def lora(rank: int) -> LoraConfig | None:
     # === end block ===
 
 
-def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
-    """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
-    make none. outcomes [N], group [N]."""
-    better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] 1e-5: rounding
+def preference_pairs(outcomes, group) -> list[tuple[int, int]]:
+    """Every (winner, loser) of a group: goals above 6 win against the rest. outcomes [N] are goals
+    over 10, group [N]."""
+    good = outcomes > 0.6 + 1e-5  # [N]
+    better = good[:, None] & ~good[None, :]  # [N, N]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
 

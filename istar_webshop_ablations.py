@@ -320,9 +320,10 @@ def main():
     policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
-    prm = policy.copy("prm")  # it starts as the policy: r_phi = 0
     if args.prm_lora_rank:
-        prm = policy.with_adapter("prm", lora(args.prm_lora_rank))
+        prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # as the policy: r_phi = 0
+    else:
+        prm = policy.copy("prm")
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
     if finished_run:
         finished = run.load_frozen("step_reward")

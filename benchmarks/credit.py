@@ -151,8 +151,8 @@ class Measuring:
         at all, [S]; where an answer has no such token, the mean of the others."""
         from envs.crossings import WAYS, Crossings, right_way
         from runtime.data import micro_batches
-        from runtime.networks import plain
         from runtime.ending import current
+        from runtime.networks import plain
 
         import torch
 

@@ -166,9 +166,6 @@ def gigabytes(row: Row) -> float:
     """What each of CARDS cards has to have, by prediction [GiB]."""
     script, flags = words_of(row)
     args = arguments(script, flags)
-    if script.startswith("istar_paper_"):
-        args.prm_lora_rank = 0  # the PRM is a full copy, which is no flag of these pages
-    args.prm_follows = script.startswith("istar_")  # an adapter there is on the policy's weights
     setting, shape = setting_of(args, CARDS), MODELS[args.model]
     tower = 0.0
     if "VL" in args.model:

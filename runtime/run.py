@@ -51,6 +51,9 @@ from runtime.vision.pictures import shows_pictures
 import numpy as np
 import torch
 
+LOGGED = (
+    "policy/loss policy/ratio policy/approx_kl policy/clip_fraction prm/loss prm/margin".split()
+)
 __all__ = ["Run", "ends_cleanly", "mean_of"]
 
 
@@ -279,6 +282,9 @@ class Run:
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)
             self.row |= {"time/total": total, "time/elapsed": before + total}
             self.row["engine/restarts"] = self.engine.restarts
+            kinds = {name.partition("/")[0] for name in self.row}
+            missing = [name for name in LOGGED if name.partition("/")[0] in kinds]
+            self.row = dict.fromkeys(missing) | self.row  # null where nothing could be learnt
         self.rows.append(self.row)
         if processes.rank() == 0:
             pictures = {}

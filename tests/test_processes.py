@@ -172,7 +172,7 @@ def test_fsdp_trains_as_two_copies_do(tmp_path):
         assert adapter.is_file() and (tmp_path / "runs" / run / "policy/config.json").is_file()
 
 
-def test_saving_a_sharded_policy_takes_no_more_than_a_tensor(tmp_path):
+def test_saving_a_sharded_policy_takes_no_more_than_the_policy(tmp_path):
     script = ROOT / "benchmarks" / "saving.py"
     command = [sys.executable, str(script), "--hidden", "512", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -1,14 +1,15 @@
 """Checkpoints that are whole or absent, and taking them up again.
 
     runs/NAME/checkpoints/N/    policy, prm, trained.safetensors (parameters and moments) and
-                                state.json, which is written last and has size and SHA-256 of all
+                                lists.pt (a PRM's replay), and state.json, which is written last
+                                and has size and SHA-256 of all
     runs/NAME/exported/N/       a LoRA policy with its base, dense: made once, at the run's end
     runs/NAME/policy, prm       links into the last checkpoint, or to its export: Hugging Face
                                 format; a LoRA policy's is peft's until it is exported
     runs/NAME/best              link to the policy of the best evaluation
 
-A checkpoint is written under another name; then a thread hashes it, syncs it to
-the disk and renames it, while the run goes on. Nothing but safetensors and JSON is read. What an
+A checkpoint is written under another name; then a thread hashes it, syncs it to the disk and
+renames it, while the run goes on. Safetensors, JSON and torch's weights_only are read. What an
 iteration draws depends on (seed, iteration) alone, so there are no random states to be kept: a run
 that was killed and taken up again gives what it would have given.
 """

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from runtime.distributed import processes
+from runtime.models import first_line
 from runtime.networks import Network
 from runtime.saving.checkpoints import (
     FORMAT,
@@ -23,6 +24,7 @@ from runtime.saving.files import append, copy_aside, hash_file, read_json, read_
 from runtime.view.terminal import say, warn
 
 import torch
+from safetensors import safe_open
 
 
 def load_checkpoint(
@@ -51,10 +53,8 @@ def load_checkpoint(
         for network in networks:
             install(path / "trained.safetensors", network)
             network.skips = about["skipped"].get(network.name, 0)
-        if lists:
-            found = torch.load(path / LISTS, weights_only=True)
-            for name, given in lists.items():
-                given[:] = taken_up(found[name])
+        for name, given in lists.items():
+            given[:] = taken_up(about["lists"][name])
     if processes.rank():
         processes.wait()
     with told_when_full(run):
@@ -133,4 +133,11 @@ def read_checkpoint(path: Path) -> dict:
         file = path / name
         if not file.is_file() or file.stat().st_size != size or hash_file(file) != digest:
             raise DamagedError(f"{file}: missing, or not what was written (its hash differs)")
+    try:  # a pickle that a hash vouches for runs no program either
+        with safe_open(path / "trained.safetensors", framework="pt"):
+            about["lists"] = {}
+        if LISTS in about["files"]:
+            about["lists"] = torch.load(path / LISTS, weights_only=True)
+    except Exception as error:  # each library has its own
+        raise DamagedError(f"{path}: {first_line(error)}") from error
     return about
