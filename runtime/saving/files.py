@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import sys
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 EPISODE_VERSION = 2  # of a row of episodes.jsonl; 1 had no version, and fewer numbers of a step
@@ -102,8 +102,9 @@ def row_of(line: bytes) -> dict | None:
 
 
 def copy_aside(path: Path) -> Path:
-    """Keep a copy of a file beside it, as NAME.damaged-1, NAME.damaged-2, ...: its path."""
-    places = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    """Keep a copy of a file beside it, as NAME.damaged, NAME.damaged-2, ...: its path."""
+    names = chain(["damaged"], (f"damaged-{number}" for number in count(2)))
+    places = (path.with_name(f"{path.name}.{name}") for name in names)
     aside = next(place for place in places if not os.path.lexists(place))
     shutil.copyfile(path, aside)
     sync(aside)

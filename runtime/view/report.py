@@ -30,7 +30,7 @@ def announce(run) -> None:
     say(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
     if processes.count() > 1:
         how = "sharded (FSDP)" if fsdp.wanted() else "a copy in each"
-        say(f"{processes.count()} processes with an engine each, the policy {how}")
+        say(f"{processes.count()} processes, the policy {how}; each has an engine and its tasks")
     episodes = args.tasks_per_iteration * args.group_size
     sampled = episodes * args.max_steps * args.max_action_tokens
     most = f"{sampled:,} tokens sampled, {episodes * args.max_context_tokens:,} in the trainer"
