@@ -178,7 +178,7 @@ def refuse_others(path: Path) -> None:
         places[path / name] = Path.is_dir, "a directory"
     for place, (is_right, what) in places.items():
         if os.path.lexists(place) and (place.is_symlink() or not is_right(place)):
-            sys.exit(f"{place}: a link or something else in the place of {what}; remove it")
+            sys.exit(f"{place}: a link, a pipe or something else in the place of {what}; remove it")
     for link in (path / "policy", path / "prm", path / "critic", path / "best"):
         if os.path.lexists(link) and not link.is_symlink():
             sys.exit(f"{link}: something else in the place of a link; move it away")
