@@ -87,9 +87,9 @@ def test_no_module_is_longer_than_400_lines():
     assert not {name: length for name, length in lengths.items() if length > 400}
 
 
-@pytest.mark.xfail(strict=False, reason="being slimmed")
-def test_runtime_is_small():
-    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 4800
+def test_runtime_does_not_grow():
+    """The aim is 4,800 lines; what is reached may not be lost."""
+    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 5390
 
 
 def test_the_docstring_of_runtime_names_every_module_and_no_other():
