@@ -327,7 +327,6 @@ class ServerEngine:
 
     def load(self, model) -> None:
         """Leave the policy's weights for the servers, and have them take these."""
-        assert_finite(policy_weights(model))
         self.updates += 1
         tag = f"{self.name}-{self.updates}"
         path = self.directory / tag
@@ -335,6 +334,7 @@ class ServerEngine:
             shutil.rmtree(self.directory, ignore_errors=True)  # those before
             path.mkdir(parents=True)
         if self.args.policy_lora_rank:
+            assert_finite(policy_weights(model))
             adapter = adapter_weights(model, "policy")
             if processes.rank() == 0:
                 save_file(adapter, path / "adapter_model.safetensors")
