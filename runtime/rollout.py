@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 
 from runtime.data import Trajectory
 from runtime.distributed import processes
+from runtime.engines import served
 from runtime.view.terminal import warn
 from runtime.worlds import Door, WorldFault, summary_of, task_of
 
@@ -82,18 +83,11 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
         bar.set_postfix(success=f"{sum(won) / len(won):.2f}")
         return t
 
-    serving = asyncio.ensure_future(run.engine.serve())
-    playing = asyncio.gather(*(one(task) for task in tasks))
     try:
-        await asyncio.wait({serving, playing}, return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            serving.result()  # raises what stopped the engine
-        return [t for t in await playing if t is not None]
+        played = await served(run.engine, [one(task) for task in tasks])
+        return [t for t in played if t is not None]
     finally:
         bar.close()
-        serving.cancel()
-        playing.cancel()
-        await asyncio.gather(serving, playing, return_exceptions=True)
 
 
 def settle(loop) -> None:

@@ -104,18 +104,26 @@ def give(request: Request, sample: Sample) -> None:
         request.answer.set_result(sample)
 
 
+async def served(engine, asking) -> list:
+    """What these coroutines, which ask the engine, return, in their order, while the engine answers
+    beside them. Raises EngineError where it fails for good. Nothing of them is left in the loop."""
+    serving = asyncio.ensure_future(engine.serve())
+    asking = asyncio.gather(*asking)
+    try:
+        await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()  # raises what stopped the engine
+        return await asking
+    finally:
+        serving.cancel()
+        asking.cancel()
+        await asyncio.gather(serving, asking, return_exceptions=True)
+
+
 def answers(engine, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
     """An answer to each context, in their order, for who has no event loop. Raises EngineError."""
 
     async def ask():
-        serving = asyncio.ensure_future(engine.serve())
-        asking = asyncio.gather(*(engine.sample(context, sampling) for context in contexts))
-        try:
-            await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
-            return (serving if serving.done() else asking).result()
-        finally:
-            serving.cancel()
-            asking.cancel()
-            await asyncio.gather(serving, asking, return_exceptions=True)
+        return await served(engine, [engine.sample(context, sampling) for context in contexts])
 
     return asyncio.run(ask())
