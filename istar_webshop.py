@@ -245,21 +245,17 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
     """One optimiser step of trajectory DPO and ridge over all pairs of these episodes; statistics.
 
-    The first pass gives the rewards and d loss / d each of them. The second adds up this slope *
-    gradient of the log-probability: the loss's gradient, in the memory of one micro-batch."""
+    The loss depends on the PRM through S numbers, so its gradient takes the memory of one
+    micro-batch: d loss / d log pi_phi(a_t|o_1:t) * gradient of this log-probability, summed."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
-    old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
-    phi = sum_per_step(batch_logprobs(prm, batch, args), batch).requires_grad_()  # [S]
-    rewards = step_rewards(phi, old, args.beta)  # [S]
+    log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
+    log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
+    rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
 
     margin = margins(rewards, batch.step_traj, pairs)  # [P]
     loss = dpo_loss(margin) + args.prm_ridge * rewards.square().mean()
-    (slope,) = torch.autograd.grad(loss, phi)  # [S] d loss / d log pi_phi(a_t|o_1:t)
-
-    for micro in micro_batches(batch, args):
-        logprobs = sum_per_step(action_logprobs(prm, micro, args), micro)  # [s] with a graph
-        (logprobs * slope[micro.steps].to(logprobs.device)).sum().backward()
+    loss.backward()
     grad_norm = optimizer_step(prm, args)
     return {"loss": loss.item(), "margin": margin.mean().item(), "grad_norm": grad_norm}
 

@@ -38,8 +38,11 @@ def compute_with(model, adapters: tuple[str, ...]) -> None:
         if hasattr(layer, "lora_A"):
             there = [name for name in adapters if name in layer.lora_A]
             layer.enable_adapters(bool(there))
+            layer.__dict__.pop("forward", None)
             if there:
                 layer.set_adapter(there)
+            else:  # without peft's checks, which a small model feels
+                layer.forward = layer.base_layer.forward
 
 
 def add_adapter(model, name: str, lora):
@@ -205,10 +208,42 @@ def over_batch(function, network: Network, batch, args, only=None) -> torch.Tens
     return processes.total(values)
 
 
-def batch_logprobs(network: Network, batch, args, only=None) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU, without a graph; 0 for sequences of which
-    no step is in only [S]."""
+def batch_logprobs(network: Network, batch, args, only=None, graph=False) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K] on the CPU; 0 for sequences of which no step is in
+    only [S].
+
+    graph: their backward pass adds to the gradients of the network. It keeps the graph of a single
+    micro-batch; where there are more, it computes each again, in the memory of one."""
+    if graph:
+        start = torch.ones((), requires_grad=True)  # autograd differentiates what depends on one
+        return Differentiable.apply(start, network, batch, args)
     return over_batch(action_logprobs, network, batch, args, only)
+
+
+class Differentiable(torch.autograd.Function):
+    """batch_logprobs with a graph."""
+
+    @staticmethod
+    def forward(context, start, network, batch, args):
+        micros = list(micro_batches(batch, args, label=f"forward passes, {network.name}"))
+        values = torch.zeros(len(batch.token_step))
+        for micro in micros:
+            with torch.set_grad_enabled(len(micros) == 1):
+                logprobs = action_logprobs(network, micro, args)
+            values[micro.tokens] = logprobs.detach().cpu()
+        context.again = network, batch, args
+        context.kept = [(micro, logprobs)] if len(micros) == 1 else None
+        return processes.total(values)
+
+    @staticmethod
+    def backward(context, slope):  # [K] of the loss by each log-probability
+        network, batch, args = context.again
+        again = ((m, action_logprobs(network, m, args)) for m in micro_batches(batch, args))
+        with torch.enable_grad():
+            for micro, logprobs in context.kept or again:
+                logprobs.backward(slope[micro.tokens].to(logprobs.device))
+        context.kept = None
+        return None, None, None, None
 
 
 def sum_gradients(network: Network) -> None:
