@@ -29,6 +29,7 @@ from envs.alfworld import (
 from envs.alfworld.houses import FIRST, draw, make_game
 from envs.alfworld.package import constants, directory
 from envs.alfworld.plan import shortest, way, wish_of
+from runtime.saving.files import hash_files
 
 import pytest
 from conftest import ROOT
@@ -293,6 +294,18 @@ def test_released_games_are_played(released, split, sizes):
             *_, info = episode.step(said(words))
         assert info["success"] and episode.done
         assert len(episode.house.walkthrough) >= episode.house.distance
+
+
+def test_a_run_is_not_resumed_on_other_games(released):
+    """Wherever in the directory the change is; what a tool keeps hidden beside them is no game."""
+    hashes, path = [hash_files(released)], sorted(released.glob("**/game.tw-pddl"))[0]
+    (released / ".cache").mkdir()
+    (released / ".cache/index").write_text("new")
+    assert hash_files(str(released)) == hashes[0]
+    path.write_text(path.read_text() + " ")
+    hashes.append(hash_files(released))
+    path.rename(path.with_name("other"))
+    assert len({*hashes, hash_files(released)}) == 3
 
 
 def test_a_damaged_game_file_is_one_line_that_names_it(released):

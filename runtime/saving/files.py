@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+from glob import glob
 from itertools import chain, count
 from pathlib import Path
 
@@ -119,11 +120,12 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(path: Path | None) -> str | None:
-    """SHA-256 over names and contents of a directory's files; None where there is no directory."""
-    if path is None or not Path(path).is_dir():
+    """SHA-256 over names and contents of a directory's files, those of its subdirectories included,
+    hidden ones left out; None where there is no directory."""
+    if path is None or not (path := Path(path)).is_dir():
         return None
-    files = sorted(file for file in Path(path).iterdir() if file.is_file())
-    together = "".join(f"{file.name} {hash_file(file)}\n" for file in files)
+    files = [name for name in glob("**", root_dir=path, recursive=True) if (path / name).is_file()]
+    together = "".join(f"{name} {hash_file(path / name)}\n" for name in sorted(files))
     return hashlib.sha256(together.encode()).hexdigest()
 
 
