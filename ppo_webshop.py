@@ -310,13 +310,14 @@ def main():
         advantages = gae_advantages(rewards, values, chain, args.gamma, args.gae_lambda)  # [U]
         returns = advantages + values  # [U]
         run.log("critic", critic_update(critic, batch, at, values, returns, args))
-        unexplained, varies = advantages.var().item(), returns.var().item()
+        unexplained, varies = (x.var(unbiased=False).item() for x in (advantages, returns))
         explained = 1 - unexplained / varies if varies > 1e-9 else None
         run.log("critic", {"value": values.mean().item(), "explained_variance": explained})
         run.lap("critic")
 
         # ------------ 4. Advantages: standardised over the batch ------------
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)  # [U]
+        spread = advantages.std() if len(advantages) > 1 else 0.0
+        advantages = (advantages - advantages.mean()) / (spread + 1e-6)  # [U]
         credited = batch  # what has an advantage each
         step_values, step_adv = values, advantages  # [S] for the log
         if args.gae == "token":

@@ -281,6 +281,15 @@ def test_reinforce_pp_advantages(module, seed, kind):
     close(ours, numpy_reinforce_pp(outcomes, group, step_traj))
 
 
+@over_scripts("rloo_advantages")
+@pytest.mark.parametrize("size", range(1, 18))
+def test_equal_outcomes_give_an_advantage_of_exactly_0(module, size):
+    """A fresh AdamW divides a gradient by its own size, so 3e-8 moves weights as far as 1 does."""
+    values = torch.tensor([1 / 3, 0.1, 0.7, 2 / 3, 1e6 / 3])
+    outcomes, group = values.repeat_interleave(size), torch.arange(5).repeat_interleave(size)
+    assert (module.rloo_advantages(outcomes, group) == 0).all()
+
+
 ESTIMATORS = ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages")
 EACH_ESTIMATOR = [(script, name) for name in ESTIMATORS for script in versions(name)]
 
