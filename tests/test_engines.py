@@ -19,7 +19,7 @@ import time
 import types
 
 from runtime.data import Step, Trajectory, flatten
-from runtime.engines import EngineError, SamplingParams, answers
+from runtime.engines import EngineError, SamplingParams, answers, served
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.networks import Network, add_adapter, batch_logprobs, compute_with
@@ -67,17 +67,8 @@ def sampling_of(**changes) -> SamplingParams:
 
 
 def together(engine, *episodes) -> list:
-    """The results of these coroutines, which the engine serves; then serving is cancelled."""
-
-    async def run():
-        serving = asyncio.ensure_future(engine.serve())
-        try:
-            return await asyncio.gather(*episodes)
-        finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-
-    return asyncio.run(run())
+    """The results of these coroutines, which the engine serves."""
+    return asyncio.run(served(engine, episodes))
 
 
 async def episode(engine, number: int, delay: float = 0.0) -> list:

@@ -205,7 +205,7 @@ def fake():
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.05)
-    monkeypatch.setattr(servers, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(servers, "SEEN_WITHIN", 0.2)
 
 
 def args_for(*urls, rank: int = 0, **changes) -> SimpleNamespace:
@@ -321,19 +321,13 @@ def test_a_rollout_that_is_cancelled_loses_no_server(fake, tmp_path, capsys):
     engine.load(tiny())
     expected = len(fake[0].asked) + 1
 
-    async def run():
-        serving = asyncio.ensure_future(engine.serve())
-        asking = [asyncio.ensure_future(engine.sample([7] * 50, sampling_of())) for _ in range(20)]
+    async def stops():
         while len(fake[0].asked) < expected:
             await asyncio.sleep(0.001)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await asyncio.sleep(0.1)
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        raise KeyError
 
-    asyncio.run(run())
+    with pytest.raises(KeyError):
+        together(engine, *(engine.sample([7] * 50, sampling_of()) for _ in range(20)), stops())
     assert engine.restarts == 0 and "lost" not in capsys.readouterr().out
     assert gap(engine, tiny(), engine.args, contexts_of(tiny())) < 1e-4
     assert engine.servers[0].in_flight == 0
@@ -380,7 +374,7 @@ def test_a_server_that_is_lost_and_comes_back_gets_the_weights_and_nothing_is_lo
     assert second.version == engine.weights.version
     assert 3 <= len(second.asked) < len(expected)  # the others had been answered
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in said] == ["was", "does", "is"]  # lost, waited for, back
+    assert "it is waited for" in said[0] and "is back" in said[1] and len(said) == 2
 
 
 def test_a_server_whose_engine_died_is_waited_for(fake, tmp_path):
@@ -398,8 +392,7 @@ def test_a_server_whose_engine_died_is_waited_for(fake, tmp_path):
     assert engine.restarts == 1 and time.monotonic() > begin + 1
 
 
-def test_another_server_takes_over_what_a_lost_one_owed(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(servers, "LONGEST_PAUSE", 60.0)  # a busy machine is slow to connect
+def test_another_server_takes_over_what_a_lost_one_owed(fake, tmp_path):
     lost, model = Fake(), tiny()
     with listening(lost) as url:
         engine = engine_of(args_for(fake[1], url), tmp_path)
@@ -509,7 +502,7 @@ def refused(*words, home) -> str:
 def test_a_server_that_is_down_at_the_start_is_one_line(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     line = refused("--engine-url", url, home=tmp_path)
-    assert line == f"--engine-url {url}: {url} does not answer (ConnectError)"
+    assert line.startswith(f"--engine-url {url}: {url} does not answer (ConnectError)")
 
 
 def test_a_server_that_was_not_started_as_it_has_to_be_is_told_how(fake, tmp_path):
@@ -541,7 +534,11 @@ def test_weights_that_a_server_does_not_see_are_named(fake, tmp_path, monkeypatc
     monkeypatch.setattr(Fake, "take", lambda self, path: (500, {"error": "nothing there"}))
     done = run_main(SCRIPT, *SMALL, "--engine-url", fake[1], cwd=tmp_path, check=False)
     (line,) = done.stderr.strip().splitlines()
-    assert "status 500 (nothing there)" in line and "--runs-dir under the same path" in line
+    assert (
+        "status 500" in line
+        and "nothing there" in line
+        and "--runs-dir under the same path" in line
+    )
 
 
 GOOD = {"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}, "weight_versions": []}
@@ -579,7 +576,7 @@ def test_what_is_no_sample_is_an_error(answer, fake, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "told"), [(400, "status 400 .too long."), (503, "no sample in 3 tries")]
+    ("status", "told"), [(400, "status 400, .*too long"), (503, "no sample in 3 tries")]
 )
 def test_a_status_is_told(status, told, fake, tmp_path):
     engine = engine_of(args_for(fake[1]), tmp_path)
@@ -740,4 +737,4 @@ def test_a_server_that_is_killed_in_a_rollout_and_started_again(tmp_path):
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     assert rows[2]["engine/restarts"] >= 1 and rows[2]["policy/engine_gap"] < 1e-3
     said = (tmp_path / "run/said").read_text()
-    assert "was lost in the middle of a rollout" in said and "has the policy's weights" in said
+    assert "is back, and has the policy's weights" in said

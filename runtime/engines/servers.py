@@ -5,13 +5,12 @@ server that has the fewest, with a seed of its own, so that a sample which is as
 same.
 
 Weights go by files, in a directory of the run that the servers have to see too. A LoRA policy is an
-adapter on the weights of --model, under a new name after each update: a name once used would serve
-the old weights. A whole policy takes the place of the server's own weights. Every answer says which
-weights it is of, and the prefix cache has a new salt whenever weights are taken, so nothing that
-others computed is taken for theirs.
+adapter on the weights of --model, under a new name after each update; a whole policy takes the
+place of the server's own weights. Every answer says which weights it is of, and the prefix cache
+has a new salt whenever weights are taken, so nothing that others computed is taken for theirs.
 
-A server that is lost in the middle is waited for, unless others are left. What it still owed is
-asked for again, and it gets the weights again when it is back.
+A server that is lost is asked to take the weights again until it is back. What it still owed is
+asked for again, of the others if there are any.
 """
 
 import asyncio
@@ -25,25 +24,29 @@ from weakref import WeakKeyDictionary
 
 from runtime.distributed import processes
 from runtime.engines import EngineError, Sample, SamplingParams
-from runtime.networks import adapter_weights, assert_finite, on_cpu, policy_weights
-from runtime.view.terminal import plain, warn
+from runtime.flags import shown
+from runtime.networks import assert_finite, on_cpu, policy_weights
+from runtime.saving.checkpoints import write_adapter
+from runtime.view.terminal import warn
 
 import httpx2
 import torch
 from safetensors.torch import save_file
 
-BACK_WITHIN = 600.0  # seconds that all servers may be away in the middle of a run
+BACK_WITHIN = 600.0  # seconds that all servers may be away
+SEEN_WITHIN = 10.0  # seconds until the first weights are seen, by whatever file system
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
-LONGEST_PAUSE = 10.0  # the same while other servers answer
+CONNECTS_WITHIN = 10.0  # seconds
 ANSWERS_WITHIN = 1800.0  # seconds
-TRIES = 3  # losses in a row, for each server, without a sample; and of weights that one refuses
+TRIES = 3  # losses in a row, for each server, without a sample
 IN_FLIGHT = 256  # connections for each server
 PREFIX = 8  # requests by which a server may have more to do and still keep its episodes
 EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
+NOT_AN_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError)  # of JSON
 
 
-class LostError(Exception):
+class LostError(EngineError):
     """A server does not answer, or not with the policy's weights."""
 
 
@@ -52,175 +55,28 @@ class Weights(NamedTuple):
 
     version: str  # of the server's own weights, which it says in every answer
     path: str  # where they are: a whole policy's directory, or --model
-    adapter: str | None = None  # of a LoRA policy, by its name
-    adapter_path: str | None = None
+    adapter: Path | None = None  # a LoRA policy's directory, whose name is its own
 
 
 class Server:
-    """One vLLM server. weights: those that it has; None: not known."""
+    """One vLLM server, as far as it is known."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.weights: Weights | None = None
+        self.weights: Weights | None = None  # None: not known
         self.salt = ""  # of the prefixes that these weights computed
-        self.asked_again = 0.0  # when a server that was lost may be asked again, by time.monotonic
+        self.is_lost = False
         self.in_flight = 0  # requests that it has not answered yet
-        self.client = None  # the pool of connections of the event loop that runs now
-
-    async def send(self, method: str, path: str, **content):
-        """The response to a request; LostError where there is none."""
-        try:
-            return await self.client.request(method, self.url + path, **content)
-        except httpx2.HTTPError as error:
-            raise LostError(type(error).__name__) from error
-
-    async def call(self, method: str, path: str, **content) -> dict:
-        """The JSON of an answer, or {}. Raises LostError, EngineError where the server refuses."""
-        return self.read(await self.send(method, path, **content))
-
-    def read(self, response) -> dict:
-        if response.status_code >= 400:
-            raise EngineError(f"{self.url}: status {response.status_code}{message_of(response)}")
-        try:
-            found = response.json()
-        except (ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    async def check(self, args, stop_ids: list[int]) -> None:
-        """Raise EngineError where the server is not there, or not started as it has to be."""
-        try:
-            found = await self.call("GET", "/server_info", params={"config_format": "json"})
-            probe = request_of(stop_ids[:1], max_tokens=1)
-            await self.call("POST", "/inference/v1/generate", json=probe)
-        except LostError as error:
-            raise EngineError(f"{self.url} does not answer ({error})") from error
-        except EngineError as error:
-            raise EngineError(f"{error}; it has to be started with {STARTED}") from error
-
-        config = found.get("vllm_config")
-        config = config if isinstance(config, dict) else {}
-        model, lora = (config.get(f"{part}_config") or {} for part in ("model", "lora"))
-        needs = {}
-        if model.get("logprobs_mode") != "processed_logprobs":
-            needs["--logprobs-mode"] = "processed_logprobs"
-        if model.get("dtype") != f"torch.{args.run_args.dtype}":
-            needs["--dtype"] = args.run_args.dtype
-        if (model.get("max_model_len") or 0) < args.max_context_tokens:
-            needs["--max-model-len"] = args.max_context_tokens
-        if (lora.get("max_lora_rank") or 0) < args.policy_lora_rank:
-            needs["--enable-lora --max-lora-rank"] = args.policy_lora_rank
-        cpu = (config.get("device_config") or {}).get("device") == "cpu"
-        if cpu and (config.get("scheduler_config") or {}).get("enable_chunked_prefill"):
-            # on a CPU vLLM dies of a request with a seed whose context is read in parts
-            needs["--no-enable-chunked-prefill --max-num-batched-tokens"] = 8192
-        extension = (config.get("parallel_config") or {}).get("worker_extension_cls")
-        if extension != EXTENSION:
-            needs["--worker-extension-cls"] = EXTENSION
-        if needs:
-            flags = " ".join(f"{flag} {value}" for flag, value in needs.items())
-            raise EngineError(f"{self.url} has to be started with {flags}")
-
-    # ------------ weights ------------
 
     def note(self, weights: Weights | None) -> None:
         """That the server has these weights from now on. Prefixes that it kept are not theirs."""
         self.weights, self.salt = weights, uuid.uuid4().hex
 
-    async def take(self, weights: Weights) -> None:
-        """Have the server sample with these weights. Raises LostError, EngineError."""
-        for attempt in range(TRIES):
-            try:
-                if not self.weights or self.weights.version != weights.version:
-                    order = {"method": "take_policy", "args": [weights.path]}
-                    await self.call("POST", "/collective_rpc", json=order)
-                    version = {"new_version": weights.version}
-                    await self.call("POST", "/update_weight_version", json=version)
-                if weights.adapter:
-                    await self.forget(weights.adapter)  # of a try whose answer was lost
-                    names = {"lora_name": weights.adapter, "lora_path": weights.adapter_path}
-                    await self.call("POST", "/v1/load_lora_adapter", json=names)
-                self.note(weights)
-                return
-            except EngineError as error:
-                if not await self.is_alive():
-                    raise LostError(str(error)) from error
-                if attempt + 1 == TRIES:
-                    seen = "the servers have to see --model and --runs-dir under the same paths"
-                    raise EngineError(f"{error}; {seen}") from error
-                await asyncio.sleep(PAUSE)
-
-    async def is_alive(self) -> bool:
-        """Whether there is an engine behind the address: its process may have died alone."""
-        try:
-            await self.call("GET", "/health")
-        except (LostError, EngineError):
-            return False
-        return True
-
-    async def forget(self, adapter: str) -> None:
-        """Unload an adapter, if it is there."""
-        with contextlib.suppress(LostError, EngineError):
-            await self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": adapter})
-
-    # ------------ samples ------------
-
-    async def sample(self, request: dict) -> Sample:
-        """Raises LostError, EngineError."""
-        weights, request = self.weights, request | {"cache_salt": self.salt}
-        if weights.adapter:
-            request["model"] = weights.adapter
-        self.in_flight += 1
-        try:
-            response = await self.send("POST", "/inference/v1/generate", json=request)
-        finally:
-            self.in_flight -= 1
-        if response.status_code >= 500 or response.status_code == 404:  # an adapter that it lost
-            raise LostError(f"status {response.status_code}{message_of(response)}")
-        ids, logprobs, versions = self.answer(self.read(response), request)
-        if versions != {weights.version}:
-            raise LostError("it has other weights than the policy's")
-        return ids, logprobs
-
-    def answer(self, found: dict, request: dict) -> tuple[list[int], list[float], set]:
-        """(ids, log-probabilities, versions of the weights) of an answer; or EngineError."""
-        try:
-            (choice,) = found["choices"]
-            ids = choice["token_ids"]
-            logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-            versions = {span["version"] for span in choice.get("weight_versions") or []}
-            if not all(type(token) is int and token >= 0 for token in ids):
-                raise ValueError("no token ids")
-            if not 0 < len(ids) == len(logprobs) <= request["sampling_params"]["max_tokens"]:
-                raise ValueError("too many tokens or none, or not a log-probability of each")
-            if not all(-1e4 < logprob <= 1e-3 for logprob in logprobs):
-                raise ValueError("no log-probabilities")
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.url}: no sample in its answer") from error
-        return ids, logprobs, versions
-
-
-def message_of(response) -> str:
-    """What an answer says of an error, as a piece of one line."""
-    try:
-        error = response.json()["error"]
-        text = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return ""
-    lines = plain(text).split("\n")
-    return f" ({lines[0][:200]})"
-
-
-def request_of(context: list[int], **sampling) -> dict:
-    """The body of a request for one sample; sampling: vLLM's SamplingParams."""
-    sampling |= {"logprobs": 0, "detokenize": False}
-    return {"token_ids": context, "sampling_params": sampling}
-
 
 class ServerEngine:
     """vLLM servers. directory: where weights are left for them; they have to see it too.
 
-    restarts: how often a server was lost, and had to get the weights again."""
+    restarts: how often a server was lost in a rollout, and had to get the weights again."""
 
     def __init__(self, directory: Path, path: str, stop_ids: list[int], args):
         self.directory, self.path = directory.resolve(), path
@@ -228,26 +84,66 @@ class ServerEngine:
         self.restarts, self.fruitless = 0, 0  # losses; those since the last sample
         self.name, self.updates = processes.broadcast(uuid.uuid4().hex[:8]), 0
         self.servers = [Server(url) for url in args.run_args.engine_url]
-        self.there, self.lost = asyncio.Event(), asyncio.Event()
         self.homes = WeakKeyDictionary()  # of an episode's task: the server that has its prefix
         asyncio.run(self.check())
         shift = processes.rank() % len(self.servers)  # processes begin with different ones
         self.servers = self.servers[shift:] + self.servers[:shift]
 
+    # ------------ what is asked ------------
+
     @contextlib.asynccontextmanager
     async def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
-        waits = httpx2.Timeout(ANSWERS_WITHIN, connect=LONGEST_PAUSE)
+        waits = httpx2.Timeout(ANSWERS_WITHIN, connect=CONNECTS_WITHIN)
         limits = httpx2.Limits(max_connections=IN_FLIGHT * len(self.servers))
-        async with httpx2.AsyncClient(timeout=waits, limits=limits) as client:
-            for server in self.servers:
-                server.client = client
+        async with httpx2.AsyncClient(timeout=waits, limits=limits) as self.client:
             yield
 
+    async def call(self, server: Server, path: str, content: dict | None = None):
+        """The response to a request, a GET where nothing is sent. Raises LostError, and EngineError
+        where the server refuses."""
+        method = "GET" if content is None else "POST"
+        try:
+            response = await self.client.request(method, server.url + path, json=content)
+        except httpx2.HTTPError as error:
+            raise LostError(f"{server.url} does not answer ({type(error).__name__})") from error
+        status = response.status_code
+        if status >= 400:
+            kind = LostError if status >= 500 or status == 404 else EngineError
+            raise kind(f"{server.url}: status {status}, {shown(response.text, 200)}")
+        return response
+
     async def check(self) -> None:
+        """Raise EngineError where a server is not there, or not started as it has to be."""
         async with self.connected():
             for server in self.servers:
-                await server.check(self.args, self.stop_ids)
+                try:
+                    found = await self.call(server, "/server_info?config_format=json")
+                    config = found.json()["vllm_config"]
+                    probe = request_of(self.stop_ids[:1], max_tokens=1)
+                    await self.call(server, "/inference/v1/generate", probe)
+                    missing = missing_flags(config, self.args)
+                except (EngineError, *NOT_AN_ANSWER) as error:
+                    start = f"{server.url} has to be started with {STARTED}"
+                    raise EngineError(f"{shown(error)}; {start}") from error
+                if missing:
+                    raise EngineError(f"{server.url} has to be started with {missing}")
+
+    async def take(self, server: Server) -> None:
+        """Have a server sample with the policy's weights. Raises LostError, EngineError."""
+        version, path, adapter = self.weights
+        before = server.weights
+        if not before or before.version != version:
+            order = {"method": "take_policy", "args": [path]}
+            await self.call(server, "/collective_rpc", order)
+            await self.call(server, "/update_weight_version", {"new_version": version})
+        if adapter:
+            for old in {adapter, before.adapter if before else adapter}:
+                with contextlib.suppress(EngineError):  # it is not there
+                    await self.call(server, "/v1/unload_lora_adapter", {"lora_name": old.name})
+            names = {"lora_name": adapter.name, "lora_path": str(adapter)}
+            await self.call(server, "/v1/load_lora_adapter", names)
+        server.note(self.weights)
 
     # ------------ samples ------------
 
@@ -264,17 +160,40 @@ class ServerEngine:
             seed=torch.randint(2**31, ()).item(),
         )
         while True:
-            await self.there.wait()
-            there, server = self.there, self.choose()
+            while not self.ready_servers():
+                await asyncio.sleep(PAUSE / 10)
+            server = self.choose()
             salt = server.salt
             try:
-                sample = await server.sample(request)
+                sample = await self.ask(server, request)
                 self.fruitless = 0
                 return sample
             except LostError as error:
-                # else another request has told, or the rollout is over
-                if server.salt == salt and self.there is there:
-                    self.lose(server, error)
+                if server.salt != salt:  # another request has told
+                    continue
+                self.lose(server, error)
+                self.restarts += 1
+                self.fruitless += 1
+                if self.fruitless >= TRIES * len(self.servers):
+                    raise EngineError(f"no sample in {TRIES} tries ({error})") from error
+
+    async def ask(self, server: Server, request: dict) -> Sample:
+        """A server's answer to a request. Raises LostError, EngineError."""
+        weights, request = server.weights, request | {"cache_salt": server.salt}
+        if weights.adapter:
+            request["model"] = weights.adapter.name
+        server.in_flight += 1
+        try:
+            response = await self.call(server, "/inference/v1/generate", request)
+        finally:
+            server.in_flight -= 1
+        try:
+            ids, logprobs, versions = read_sample(response.json(), request)
+        except NOT_AN_ANSWER as error:
+            raise EngineError(f"{server.url}: no sample in its answer") from error
+        if versions != {weights.version}:
+            raise LostError(f"{server.url} has other weights than the policy's")
+        return ids, logprobs
 
     def ready_servers(self) -> list[Server]:
         """Those that have the policy's weights."""
@@ -289,36 +208,48 @@ class ServerEngine:
         self.homes[episode] = best
         return best
 
+    # ------------ servers that are lost ------------
+
     def lose(self, server: Server, error: LostError) -> None:
-        """A server is lost: it gets the weights again when it is back. Raises EngineError where
-        servers come back and are lost again without a sample."""
-        server.note(None)  # it may be another one now
-        self.restarts += 1
-        self.fruitless += 1
-        warn(f"{server.url} was lost in the middle of a rollout ({error})")
-        if self.fruitless >= TRIES * len(self.servers):
-            raise EngineError(f"no sample in {TRIES} tries ({server.url}: {error})")
-        self.lost.set()
-        if not self.ready_servers():
-            self.there.clear()
+        """A server is lost: it may be another one when it is back."""
+        server.note(None)
+        if not server.is_lost:
+            warn(f"{error}; it is waited for, and gets the policy's weights again")
+        server.is_lost = True
 
     async def serve(self) -> None:
         """Hold the connections, and bring back servers that were lost, until this is cancelled.
         Raises EngineError where all stay away."""
         self.fruitless = 0
         async with self.connected():
-            try:
-                while True:
-                    self.lost.clear()
-                    if self.ready_servers():
-                        self.there.set()  # they need not wait for the others
-                    await self.ready()
-                    self.there.set()
-                    away = len(self.ready_servers()) < len(self.servers)
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(self.lost.wait(), LONGEST_PAUSE if away else None)
-            finally:  # the next rollout may have another loop
-                self.there, self.lost = asyncio.Event(), asyncio.Event()
+            while True:
+                await self.bring_back(BACK_WITHIN)
+                await asyncio.sleep(PAUSE)
+
+    async def bring_back(self, within: float) -> None:
+        """Give the policy's weights to the servers that have others, until one has them; those that
+        do not answer are lost. Raises EngineError where none has them in so many seconds."""
+        end = time.monotonic() + within
+        while True:
+            missing = [server for server in self.servers if server.weights != self.weights]
+            reasons = await asyncio.gather(*map(self.bring, missing))
+            if self.ready_servers():
+                return
+            if time.monotonic() > end:
+                raise EngineError(f"{reasons[0]}; it was waited for {within:.0f} s")
+            await asyncio.sleep(PAUSE)
+
+    async def bring(self, server: Server) -> str:
+        """Have a server take the weights; why it does not, or nothing. Raises EngineError."""
+        try:
+            await self.take(server)
+        except LostError as error:
+            self.lose(server, error)
+            return str(error)
+        if server.is_lost:
+            warn(f"{server.url} is back, and has the policy's weights")
+        server.is_lost = False
+        return ""
 
     # ------------ weights ------------
 
@@ -328,71 +259,76 @@ class ServerEngine:
     def load(self, model) -> None:
         """Leave the policy's weights for the servers, and have them take these."""
         self.updates += 1
-        tag = f"{self.name}-{self.updates}"
+        tag, is_first = f"{self.name}-{self.updates}", processes.rank() == 0
         path = self.directory / tag
-        if processes.rank() == 0:
+        if is_first:
             shutil.rmtree(self.directory, ignore_errors=True)  # those before
             path.mkdir(parents=True)
         if self.args.policy_lora_rank:
             assert_finite(policy_weights(model))
-            adapter = adapter_weights(model, "policy")
-            if processes.rank() == 0:
-                save_file(adapter, path / "adapter_model.safetensors")
-                model.peft_config["policy"].save_pretrained(path)
-            self.weights = Weights(f"{self.path} alone", self.path, tag, str(path))
+            write_adapter(path, model, "policy")
+            self.weights = Weights(f"{self.path} alone", self.path, path)
         else:
             dtype = getattr(torch, self.args.run_args.dtype)
             weights = on_cpu((name, tensor.to(dtype)) for name, tensor in policy_weights(model))
-            if processes.rank() == 0:
+            if is_first:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(tag, str(path))
 
         failed = ""
-        if processes.rank() == 0:
+        if is_first:
             try:
                 asyncio.run(self.hand_over())
             except EngineError as error:
                 failed = str(error)
         if failed := processes.broadcast(failed):
-            raise EngineError(failed)
-        for server in self.servers if processes.rank() else ():
+            seen = "; the servers have to see --model and --runs-dir under the same paths"
+            raise EngineError(failed + seen * (self.updates == 1))
+        for server in self.servers if not is_first else ():
             server.note(self.weights)
 
     async def hand_over(self) -> None:
-        """Have the servers take the weights, and forget the adapters of those before."""
-        before = [(s, s.weights.adapter) for s in self.servers if s.weights and s.weights.adapter]
+        """Have the servers take the weights, at least one of them."""
         async with self.connected():
-            await self.ready()
-            await asyncio.gather(*(server.forget(adapter) for server, adapter in before))
+            await self.bring_back(SEEN_WITHIN if self.updates == 1 else BACK_WITHIN)
 
-    async def ready(self) -> None:
-        """Wait until a server has the policy's weights; others are asked once. Raises
-        EngineError."""
-        end, told = time.monotonic() + BACK_WITHIN, False
-        while True:
-            missing = [server for server in self.servers if server.weights != self.weights]
-            if len(missing) < len(self.servers):  # those that are away may wait
-                now = time.monotonic()
-                missing = [server for server in missing if now >= server.asked_again]
-            reasons = await asyncio.gather(*map(self.bring, missing))
-            if there := self.ready_servers():
-                if told:
-                    warn(f"{there[0].url} is back, and has the policy's weights again")
-                return
 
-            reason = next(filter(None, reasons), "every server was lost again")
-            if time.monotonic() > end:
-                raise EngineError(f"{reason}; it was waited for {BACK_WITHIN:.0f} s")
-            if not told:
-                warn(f"{reason}; it is waited for, {BACK_WITHIN:.0f} s at most")
-            told = True
-            await asyncio.sleep(PAUSE)
+def missing_flags(config: dict, args) -> str:
+    """What a server of this configuration has to be started with besides; nothing if all is as it
+    has to be."""
 
-    async def bring(self, server: Server) -> str:
-        """Have a server take the weights; why it does not answer, or nothing."""
-        try:
-            await server.take(self.weights)
-        except LostError as error:
-            server.asked_again = time.monotonic() + LONGEST_PAUSE
-            return f"{server.url} does not answer ({error})"
-        return ""
+    def of(part: str, name: str):
+        return (config.get(f"{part}_config") or {}).get(name)
+
+    dtype, rank, length = args.run_args.dtype, args.policy_lora_rank, args.max_context_tokens
+    on_cpu = of("device", "device") == "cpu"
+    wrong = {
+        "--logprobs-mode processed_logprobs": of("model", "logprobs_mode") != "processed_logprobs",
+        f"--dtype {dtype}": of("model", "dtype") != f"torch.{dtype}",
+        f"--max-model-len {length}": (of("model", "max_model_len") or 0) < length,
+        f"--enable-lora --max-lora-rank {rank}": (of("lora", "max_lora_rank") or 0) < rank,
+        # on a CPU vLLM dies of a request with a seed whose context is read in parts
+        "--no-enable-chunked-prefill --max-num-batched-tokens 8192": on_cpu
+        and of("scheduler", "enable_chunked_prefill"),
+        f"--worker-extension-cls {EXTENSION}": of("parallel", "worker_extension_cls") != EXTENSION,
+    }
+    return " ".join(flag for flag, is_wrong in wrong.items() if is_wrong)
+
+
+def request_of(context: list[int], **sampling) -> dict:
+    """The body of a request for one sample; sampling: vLLM's SamplingParams."""
+    sampling |= {"logprobs": 0, "detokenize": False}
+    return {"token_ids": context, "sampling_params": sampling}
+
+
+def read_sample(found: dict, request: dict) -> tuple[list[int], list[float], set]:
+    """(ids, log-probabilities, versions of the weights) of an answer; or one of NOT_AN_ANSWER."""
+    (choice,) = found["choices"]
+    ids, most = choice["token_ids"], request["sampling_params"]["max_tokens"]
+    logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+    versions = {span["version"] for span in choice["weight_versions"]}
+    are_ids = all(type(token) is int and token >= 0 for token in ids)
+    are_logprobs = all(-1e4 < logprob <= 1e-3 for logprob in logprobs)
+    if not (are_ids and are_logprobs and 0 < len(ids) == len(logprobs) <= most):
+        raise ValueError("not so many ids and log-probabilities")
+    return ids, logprobs, versions

@@ -111,7 +111,7 @@ def save_checkpoint(
             save_file(state, draft / "trained.safetensors")
         for network in networks:
             if is_adapted(network.model):
-                write_adapter(draft / network.name, network)
+                write_adapter(draft / network.name, network.model, network.name)
             else:
                 write_dense(draft / network.name, network.model, tokenizer, args)
         if lists and processes.rank() == 0:
@@ -220,13 +220,13 @@ def taken_up(item):
     return Trajectory(**item | ids | {"steps": steps})
 
 
-def write_adapter(path: Path, network: Network) -> None:
-    """Write a network's adapter as peft reads it."""
-    weights = adapter_weights(network.model, network.name)
+def write_adapter(path: Path, model, name: str) -> None:
+    """Write an adapter as peft reads it."""
+    weights = adapter_weights(model, name)
     if processes.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
         save_file(weights, path / "adapter_model.safetensors")
-        network.model.peft_config[network.name].save_pretrained(path)
+        model.peft_config[name].save_pretrained(path)
 
 
 def write_dense(path: Path, model, tokenizer, args) -> None:
