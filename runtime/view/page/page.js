@@ -753,7 +753,7 @@ function stepItem(at, step, i, steps, n) {
         : el("b", {}, head),
       credit, step.tokens ? el("span", { class: "soft" }, `${step.tokens} tokens`) : null, step.valid ? null : el("span", { class: "tag" }, "invalid answer"),
       step.clipped === 1 ? el("span", { class: "tag" }, "clipped") : null),
-    scene(runs[at.run].world, step, i, numbersOf(at.run, step)));
+    scene(runs[at.run].world, step, i, numbersOf(at.run, step), steps));
 }
 
 function numbersOf(run, step) {
@@ -784,9 +784,9 @@ function showStep(scroll) {
 // ------------ worlds ------------
 
 /** What the agent saw, what it answered, and the numbers of that. */
-function scene(world, step, i, numbers) {
-  const draw = { sokoban, webshop, sotopia: talk }[world] || plain;
-  return draw(step, numbers, i) || plain(step, numbers);
+function scene(world, step, i, numbers, steps) {
+  const draw = { sokoban, webshop, sotopia: talk, alfworld: household }[world] || plain;
+  return draw(step, numbers, i, steps) || plain(step, numbers);
 }
 
 const said = (step) => written(el("div", { class: "said", dir: "ltr" }), step.action || "(nothing)", tagged);
@@ -920,6 +920,48 @@ function talk(step, numbers, i) {
     return el("div", { class: "other" }, el("b", {}, characters(found[1])), written(el("span", {}), found[2]));
   });
   return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" }, turns), said(step), numbers);
+}
+
+/** A room as far as the agent has seen it: where it is, what it holds, what was where. */
+function household(step, numbers, i, steps) {
+  const names = (words) => [...words.matchAll(/\ba ([a-z]+ \d+)/g)].map((found) => found[1]);
+  const [task, room] = [/Your task is to: (.*)\./, /you see (.*)\./].map((form) => form.exec(steps[0].observation));
+  if (!task || !room) return null;
+  const places = new Map(names(room[1]).map((name) => [name, null])); // what is seen there, or a word
+  const changed = new Map();
+  let [here, held] = ["the middle of the room", null];
+  for (const { observation } of steps.slice(1, i + 1)) {
+    const find = (form) => form.exec(observation) || [];
+    const [, at, inside] = find(/(?:On the|The) ([a-z]+ \d+)(?: is open\. In it)?, you see (.*?)\.(?:\n|$)/);
+    const [, taken, from] = find(/^You pick up the (.+) from the (.+)\./);
+    const [, moved, to] = find(/^You move the (.+) to the (.+)\./);
+    const [, treated, thing] = find(/^You (heat|cool|clean|turn on) the ([a-z]+ \d+)/);
+    const [, shut] = find(/(?:The|close the) ([a-z]+ \d+)(?: is closed)?\.$/m);
+    here = find(/^You arrive at (.+?)\. /)[1] || here;
+    if (at) places.set(at, names(inside));
+    else if (/closed|close the/.test(observation) && shut && !places.get(shut)) places.set(shut, "closed");
+    if (taken) {
+      held = taken;
+      places.set(from, [places.get(from) || []].flat().filter((name) => name !== taken));
+    }
+    if (moved) {
+      held = null;
+      places.set(to, [...[places.get(to) || []].flat(), moved]);
+    }
+    if (treated) changed.set(thing, { heat: "hot", cool: "cool", clean: "clean", "turn on": "on" }[treated]);
+  }
+  const named = (name) => characters(changed.has(name) ? `${name} (${changed.get(name)})` : name);
+  const row = (head, things, more = "") => el("div", { class: `row ${more}` }, el("b", {}, head),
+    [things].flat().map((name) => el("span", { class: "can" }, named(name))));
+  const unseen = [...places].filter(([name, things]) => !things && name !== here).map(([name]) => name);
+  const shop = el("div", { class: "shop" }, el("div", { class: "row wish" }, characters(task[1])),
+    row("holds", held || "nothing"), places.get(here) ? null : row("is at", here),
+    [...places].filter(([, things]) => things).map(([name, things]) =>
+      row(name === here ? `is at ${name}` : name, things.length ? things : "empty", name === here ? "item" : "")),
+    unseen.length ? el("p", { class: "soft" }, `not seen: ${unseen.join(", ")}`) : null);
+  return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" },
+    written(el("pre", {}), i ? step.observation.replace(/\nYou can: .*/s, "") : ""), shop, asRead(step.observation)),
+  said(step), numbers);
 }
 
 // ------------ keys ------------
