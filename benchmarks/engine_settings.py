@@ -10,7 +10,6 @@ Written: benchmarks/results/engine-settings-SCRIPT.md.
 """
 
 import argparse
-import asyncio
 import os
 import random
 import statistics
@@ -57,7 +56,6 @@ def main() -> None:
     chat, engines, make = Chat(tokenizer, stop_ids), {}, vllm.LLM
     limits = dict(max_tokens=args.max_action_tokens, stop_token_ids=stop_ids)
     sampling = SamplingParams(temperature=args.temperature, **limits)
-    loop = asyncio.new_event_loop()
     for name, changed in VARIANTS.items():
         vllm.LLM = lambda path, changed=changed, **settings: make(path, **settings | changed)
         engines[name] = VllmEngine(path, stop_ids, args)
@@ -71,7 +69,7 @@ def main() -> None:
             torch.manual_seed(number)
             engine.llm.reset_prefix_cache()
             start = time.perf_counter()
-            run = SimpleNamespace(args=args, chat=chat, engine=engine, loop=loop, faults=0)
+            run = SimpleNamespace(args=args, chat=chat, engine=engine, faults=0)
             trajectories = rollout(run, module.play, env, tasks, sampling)
             if number:  # the first one warms up
                 seconds[name].append(time.perf_counter() - start)

@@ -22,7 +22,6 @@ class Stage:
 
     def __init__(self, engine, chat, args):
         self.engine, self.chat, self.args = engine, chat, args
-        self.loop = asyncio.new_event_loop()
         self.faults = 0  # episodes whose world raised
 
 
@@ -37,12 +36,7 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     mine = processes.my_tasks(tasks, getattr(env, "together", None))
     faults: list[str] = []
     with draws_of_its_own():
-        try:
-            playing = play_all(run, play, env, mine, sampling, faults)
-            played = run.loop.run_until_complete(playing)
-        except BaseException:
-            settle(run.loop)
-            raise
+        played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
 
     faults = processes.gather(faults)
     run.faults += len(faults)
@@ -88,15 +82,6 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
         return [t for t in played if t is not None]
     finally:
         bar.close()
-
-
-def settle(loop) -> None:
-    """Cancel what a rollout that was stopped has left in the loop, and let it end."""
-    left = asyncio.all_tasks(loop)
-    for task in left:
-        task.cancel()
-    if left:
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
 
 @contextmanager

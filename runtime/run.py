@@ -13,7 +13,6 @@
 Nothing here changes what is learnt.
 """
 
-import asyncio
 import functools
 import os
 import random
@@ -62,7 +61,7 @@ class Run:
 
     eval_env, eval_tasks: the world that evaluates and the panel, each task --eval-samples times.
     is_new: nothing has been evaluated yet. path: the run's directory. faults: episodes whose world
-    raised, since the last log_episodes. loop: the event loop in which all episodes are played."""
+    raised, since the last log_episodes."""
 
     def __init__(self, args, env):
         self.args, self.env = args, env
@@ -84,7 +83,6 @@ class Run:
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
         self.begun = 0.0, 0  # when this start began its iterations, and after which
-        self.loop = asyncio.new_event_loop()
         current[:] = [self]
         open_run(self)
         torch.manual_seed(args.seed)

@@ -164,10 +164,7 @@ def play(module, tokenizer, tasks=(3, 3, 1, 5), answers=ANSWERS, world=None, **c
     other = "sotopia" if talks(module) else "sokoban"
     args = settings(**dict(max_steps=10, environment=other) | changes)
     stage = Stage(engine, Chat(tokenizer, [STOP]), args)
-    try:
-        return rollout(stage, module.play, env, [*tasks], SamplingParams()), engine, world
-    finally:
-        stage.loop.close()
+    return rollout(stage, module.play, env, [*tasks], SamplingParams()), engine, world
 
 
 def seen_and_sampled(engine):

@@ -107,17 +107,17 @@ def give(request: Request, sample: Sample) -> None:
 async def served(engine, asking) -> list:
     """What these coroutines, which ask the engine, return, in their order, while the engine answers
     beside them. Raises EngineError where it fails for good. Nothing of them is left in the loop."""
-    serving = asyncio.ensure_future(engine.serve())
-    asking = asyncio.gather(*asking)
+    tasks = [asyncio.ensure_future(each) for each in (engine.serve(), *asking)]
+    serving, asked = tasks[0], asyncio.gather(*tasks[1:])
     try:
-        await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()  # raises what stopped the engine
-        return await asking
+        return await asked
     finally:
-        serving.cancel()
-        asking.cancel()
-        await asyncio.gather(serving, asking, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, asked, return_exceptions=True)
 
 
 def answers(engine, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:

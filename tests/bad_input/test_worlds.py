@@ -97,10 +97,7 @@ class Engine:
 def played(world, tasks=(7, 7, 7, 8, 8, 8), play=PLAY, engine=None):
     """(trajectories of a rollout in this world, the stage)"""
     stage = Stage(engine or Engine(), Chat(), settings(max_steps=4))
-    try:
-        return rollout(stage, play, world, [*tasks], SamplingParams()), stage
-    finally:
-        stage.loop.close()
+    return rollout(stage, play, world, [*tasks], SamplingParams()), stage
 
 
 HASHABLE, NUMBER, TRUTH = "something hashable", "a finite number", "True or False"
