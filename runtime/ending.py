@@ -105,10 +105,11 @@ def stop(run, error: BaseException) -> None:
 
 
 def discard(run) -> None:
-    """Remove the directory that this process made for a run, where nothing was kept in it; and
-    weights that servers have taken."""
+    """Remove the directory that this process made for a run, where nothing was kept in it; weights
+    that servers have taken; and a checkpoint that was not finished."""
     if run.path and processes.rank() == 0:
-        shutil.rmtree(run.path / "engine", ignore_errors=True)
+        for left in ("engine", "checkpoints/draft"):
+            shutil.rmtree(run.path / left, ignore_errors=True)
     if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
         return
     tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"

@@ -221,7 +221,7 @@ class Run:
             self.started = self.lapped = time.perf_counter()
             yield iteration
         with told_when_full(self.path):
-            export_policy(self.path, self.networks, self.tokenizer, self.args)
+            export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
             if processes.rank() == 0:
                 self.starts[-1]["peak_memory_gib"] = round(peak_memory(), 2)
                 write_json(self.path / "run.json", {"starts": self.starts})

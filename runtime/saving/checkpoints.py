@@ -21,32 +21,19 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from runtime.data import Step, Trajectory
 from runtime.distributed import fsdp, processes
-from runtime.networks import (
-    Network,
-    adapter_weights,
-    is_adapted,
-    on_cpu,
-    plain,
-    policy_weights,
-)
-from runtime.saving.files import (
-    hash_file,
-    read_json,
-    sync,
-    to_json,
-    write_json,
-)
+from runtime.networks import Network, adapter_weights, is_adapted, on_cpu, plain, policy_weights
+from runtime.saving.files import hash_file, read_json, sync, to_json, write_json
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-FORMAT = 2  # of a checkpoint
-IDS = "token_ids", "step_ids"  # of a trajectory
+FORMAT = 3  # of a checkpoint
 LISTS = "lists.pt"  # what a script keeps beside its networks
 CHEAP = 2**30  # [bytes] a smaller checkpoint is written after every iteration
 SHARE = 0.05  # of the run's time, what larger ones may take, if --save-every does not say
@@ -59,25 +46,12 @@ class DamagedError(Exception):
     """A checkpoint that is not what was written."""
 
 
-def best_of(rows: list[dict], known: list | None = None) -> tuple[int, float] | None:
-    """(iteration, score) of the best evaluation after training began: SOTOPIA's goal, else success;
-    the first of equal ones. None before there is one. known: that of a checkpoint, whose row may be
-    lost."""
+def best_of(rows: list[dict]) -> int | None:
+    """The iteration of the best evaluation after training began: SOTOPIA's goal, else success; the
+    first of equal ones. None before there is one."""
     key = "eval/goal" if any("eval/goal" in row for row in rows) else "eval/success"
-    seen = [
-        (row["iteration"], row[key])
-        for row in rows
-        if row["iteration"] and row.get(key) is not None
-    ]
-    if known:
-        seen.append((known[0], known[1]))
-    return max(seen, key=lambda best: (best[1], -best[0]), default=None)
-
-
-def best_kept(run: Path) -> list | None:
-    """What the run's last checkpoint knows of the best evaluation."""
-    kept = kept_in(run)
-    return read_json(kept[-1] / "state.json")["best"] if kept else None
+    seen = [row for row in rows if row["iteration"] and row.get(key) is not None]
+    return max(seen, key=lambda row: row[key])["iteration"] if seen else None
 
 
 def save_checkpoint(
@@ -93,76 +67,64 @@ def save_checkpoint(
     Raises FloatingPointError where a parameter is not finite: such a network is not kept. Of
     several processes the first one writes; of a sharded policy the others have parts to give. It is
     on the disk after finish_saving()."""
-    began, iteration, best, due = time.perf_counter(), rows[-1]["iteration"], None, None
-    if processes.rank() == 0:
+    began, iteration, is_first = time.perf_counter(), rows[-1]["iteration"], processes.rank() == 0
+    best, due = best_of(rows), None
+    if is_first:
         finish_saving()
-        best = best_of(rows, best_kept(run))
-        due = iteration in (args.iterations, best and best[0]) or is_due(run, rows, args)
+        due = iteration in (args.iterations, best) or is_due(run, rows, args)
     if not processes.broadcast(due):
         return
 
     draft = run / "checkpoints" / "draft"
-    if processes.rank() == 0:
-        clear(draft)
+    if is_first:
+        shutil.rmtree(draft, ignore_errors=True)  # of a run that was stopped
         draft.mkdir()
-    try:
-        state = on_cpu((key, fsdp.whole(part)) for key, part in state_of(networks).items())
-        if processes.rank() == 0:
-            save_file(state, draft / "trained.safetensors")
-        for network in networks:
-            if is_adapted(network.model):
-                write_adapter(draft / network.name, network.model, network.name)
-            else:
-                write_dense(draft / network.name, network.model, tokenizer, args)
-        if lists and processes.rank() == 0:
-            torch.save(
-                {name: [kept(x) for x in each] for name, each in lists.items()}, draft / LISTS
-            )
-    except BaseException:
-        clear(draft)
-        raise
-
-    if processes.rank() == 0:
-        skips = {network.name: network.skips for network in networks}
+    state = on_cpu((key, fsdp.whole(part)) for key, part in state_of(networks).items())
+    if is_first:
+        save_file(state, draft / "trained.safetensors")
+    for network in networks:
+        if is_adapted(network.model):
+            write_adapter(draft / network.name, network.model, network.name)
+        else:
+            write_dense(draft / network.name, network.model, tokenizer, args)
+    if is_first:
+        if lists:
+            torch.save({name: kept(entries) for name, entries in lists.items()}, draft / LISTS)
         took = time.perf_counter() - began
-        about = {"iteration": iteration, "best": best, "skipped": skips, "seconds": took}
-        names = [network.name for network in networks]
-        keep = args.run_args.keep
-        unfinished.append(writer.submit(finish_checkpoint, run, about, names, best, keep))
+        skips = {network.name: network.skips for network in networks}
+        about = {"format": FORMAT, "iteration": iteration, "skipped": skips, "seconds": took}
+        unfinished.append(writer.submit(finish_checkpoint, run, about, best, args.run_args.keep))
 
 
 def is_due(run: Path, rows: list[dict], args) -> bool:
     """Whether the last row's iteration is one of --save-every; where that is 0, whether the last
     checkpoint was small, or has cost at most SHARE of the time in which the run trained since."""
-    iteration, kept = rows[-1]["iteration"], kept_in(run)
     if args.run_args.save_every:
-        return iteration % args.run_args.save_every == 0
-    if not kept:
+        return rows[-1]["iteration"] % args.run_args.save_every == 0
+    if not kept_in(run):
         return True
-    about = read_json(kept[-1] / "state.json")
-    if sum(size for size, _ in about["files"].values()) < CHEAP:
-        return True
-    elapsed = {row["iteration"]: row.get("time/elapsed", 0.0) for row in rows}
-    since = elapsed[iteration] - elapsed.get(about["iteration"], 0.0)
-    return about.get("seconds", 0.0) <= SHARE * since
+    about = read_json(kept_in(run)[-1] / "state.json")
+    since = sum(r.get("time/total", 0.0) for r in rows if r["iteration"] > about["iteration"])
+    is_small = sum(size for size, _ in about["files"].values()) < CHEAP
+    return is_small or about["seconds"] <= SHARE * since
 
 
-def finish_checkpoint(run: Path, about: dict, names: list[str], best, keep: int) -> None:
-    """Make a checkpoint of the draft: hashes, all of it on the disk, its name, the links to it.
-    Then those that are not kept go."""
+def finish_checkpoint(run: Path, about: dict, best: int | None, keep: int) -> None:
+    """Make a checkpoint of the draft: state.json with size and SHA-256 of every file, all of it on
+    the disk, its name, the links to it. Then those that are not kept go."""
     draft = run / "checkpoints" / "draft"
+    files = sorted(path for path in draft.rglob("*") if path.is_file())
+    sums = {str(path.relative_to(draft)): [path.stat().st_size, hash_file(path)] for path in files}
+    about = about | {"files": sums}
+    write_json(draft / "state.json", about | {"sum": sum_of(about)})
+    sync_all(draft)
     path = draft.with_name(f"{about['iteration']:06d}")
-    try:
-        describe_files(draft, about)
-        draft.rename(path)
-    except BaseException:
-        clear(draft)
-        raise
+    draft.rename(path)
     sync(path.parent)
     shutil.rmtree(run / "exported" / path.name, ignore_errors=True)  # of one that was damaged
-    link(run, path, names, best)
+    link(run, path, best)
     for old in kept_in(run)[:-keep]:
-        if not (best and int(old.name) == best[0]):
+        if int(old.name) != best:
             shutil.rmtree(old)
 
 
@@ -172,15 +134,6 @@ def finish_saving() -> None:
     while unfinished:
         wait(unfinished)
         unfinished.pop().result()
-
-
-def clear(draft: Path) -> None:
-    """Remove what was not finished; of several processes the first one does."""
-    if processes.rank():
-        return
-    if draft.is_symlink():
-        draft.unlink()
-    shutil.rmtree(draft, ignore_errors=True)
 
 
 def state_of(networks: list[Network]) -> dict:
@@ -197,27 +150,13 @@ def state_of(networks: list[Network]) -> dict:
 
 
 def kept(item):
-    """What a checkpoint keeps of an entry of a script's list: of episodes their tokens, as numbers
-    that torch reads back without running any program."""
+    """What a checkpoint keeps of an entry of a script's list: of episodes their tokens."""
     if isinstance(item, list):
         return [kept(each) for each in item]
     if not isinstance(item, Trajectory):
         return item
-    ids = {name: torch.tensor(getattr(item, name), dtype=torch.int32) for name in IDS}
-    about = {"task": item.task, "outcome": item.outcome, "starts": item.starts}
-    steps = [(step.valid, step.progress) for step in item.steps]
-    return ids | about | {"steps": steps, "pictures": item.pictures}
-
-
-def taken_up(item):
-    """What `kept` was made of. An episode has its tokens again, without words."""
-    if isinstance(item, list):
-        return [taken_up(each) for each in item]
-    if not isinstance(item, dict):
-        return item
-    ids = {name: item[name].tolist() for name in IDS}
-    steps = [Step("", "", [], valid=valid, progress=progress) for valid, progress in item["steps"]]
-    return Trajectory(**item | ids | {"steps": steps})
+    steps = [Step("", "", [], valid=s.valid, progress=s.progress) for s in item.steps]
+    return replace(item, steps=steps, anchor=None)
 
 
 def write_adapter(path: Path, model, name: str) -> None:
@@ -243,44 +182,28 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
         causal.picture_processor.processor.save_pretrained(path)
 
 
-def export_policy(run: Path, networks: list[Network], tokenizer, args) -> None:
+def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenizer, args) -> None:
     """Write the last and the best LoRA policy as dense models, runs/NAME/exported/N, and point
     runs/NAME/policy and best at them. What is there already is not written again."""
     finish_saving()
-    (policy,) = [network for network in networks if network.name == "policy"]
-    kept = kept_in(run)
-    if processes.rank() or not kept or not is_adapted(policy.model):
+    policy = next(network for network in networks if network.name == "policy")
+    if processes.rank() or not kept_in(run) or not is_adapted(policy.model):
         return
-    last, best = kept[-1], read_json(kept[-1] / "state.json")["best"]
-    paths = [last]
-    if best and (last.parent / f"{best[0]:06d}").is_dir():
-        paths.append(last.parent / f"{best[0]:06d}")
-
-    exported = run / "exported"
+    last, best, exported = kept_in(run)[-1], best_of(rows), run / "exported"
+    names = [path.name for path in kept_in(run) if path == last or int(path.name) == best]
     exported.mkdir(exist_ok=True)
-    for path in paths:
-        if (exported / path.name).is_dir():
-            continue
-        clear(exported / "draft")
-        install(path / "trained.safetensors", policy)
-        write_dense(exported / "draft", policy.model, tokenizer, args)
-        sync_all(exported / "draft")
-        (exported / "draft").rename(exported / path.name)
-        install(last / "trained.safetensors", policy)
-    sync(exported)
-    link(run, last, [network.name for network in networks], best)
     for old in exported.iterdir():
-        if old.name not in [path.name for path in paths]:
+        if old.name not in names:
             shutil.rmtree(old)
-
-
-def describe_files(draft: Path, about: dict) -> None:
-    """Write state.json, with size and SHA-256 of every file, and see all of it on the disk."""
-    files = sorted(path for path in draft.rglob("*") if path.is_file())
-    sums = {str(path.relative_to(draft)): [path.stat().st_size, hash_file(path)] for path in files}
-    about = {"format": FORMAT, **about, "files": sums}
-    write_json(draft / "state.json", about | {"sum": sum_of(about)})
-    sync_all(draft)
+    for name in names:
+        if not (exported / name).is_dir():
+            install(last.with_name(name) / "trained.safetensors", policy)
+            write_dense(exported / "draft", policy.model, tokenizer, args)
+            sync_all(exported / "draft")
+            (exported / "draft").rename(exported / name)
+    install(last / "trained.safetensors", policy)
+    sync(exported)
+    link(run, last, best)
 
 
 def sync_all(directory: Path) -> None:
@@ -298,12 +221,12 @@ def sum_of(about: dict) -> str:
     return hashlib.sha256(to_json(about).encode()).hexdigest()
 
 
-def link(run: Path, path: Path, names: list[str], best: tuple[int, float] | None) -> None:
-    """Point runs/NAME/policy (prm) at the checkpoint's networks of these names, and runs/NAME/best
-    at the best one's policy; at their exports where there are any."""
-    links = {name: path / name for name in names}
-    if best and (path.parent / f"{best[0]:06d}").is_dir():
-        links["best"] = path.parent / f"{best[0]:06d}" / "policy"
+def link(run: Path, path: Path, best: int | None) -> None:
+    """Point runs/NAME/policy (prm) at a checkpoint's networks, and runs/NAME/best at the policy of
+    the best one; at their exports where there are any."""
+    links = {network.name: network for network in path.iterdir() if network.is_dir()}
+    if best and path.with_name(f"{best:06d}").is_dir():
+        links["best"] = path.with_name(f"{best:06d}") / "policy"
     for name, target in links.items():
         exported = run / "exported" / target.parent.name
         if target.name == "policy" and exported.is_dir():
@@ -316,29 +239,27 @@ def link(run: Path, path: Path, names: list[str], best: tuple[int, float] | None
 def install(file: Path, network: Network) -> None:
     """Copy a network's parameters and moments out of a checkpoint's file, tensor by tensor, this
     process's part of each; exits where they are another model's."""
-    name, parameters = network.name, network.trained
-    here = {f"{name}.{i}": tuple(p.shape) for i, p in enumerate(parameters)}
+    name, state = network.name, network.optimizer.state
+    here = {f"{name}.{i}": tuple(p.shape) for i, p in enumerate(network.trained)}
     with safe_open(file, framework="pt") as tensors:
         own = [key for key in tensors.keys() if key.split(".")[0] == name]
         weights = [key for key in own if key.count(".") == 1]
         there = {key: tuple(tensors.get_slice(key).get_shape()) for key in weights}
-        for key in sorted(here.keys() | there.keys()):
-            if here.get(key) != there.get(key):
-                shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
-                sys.exit(f"{file}: of another model ({shapes})")
+        if other := here.items() ^ there.items():
+            key, _ = min(other)
+            shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
+            sys.exit(f"{file}: of another model ({shapes})")
 
         fused = network.optimizer.param_groups[0].get("fused")
         for key in own:
             _, i, *moment = key.split(".")
-            parameter, tensor = parameters[int(i)], tensors.get_tensor(key)
+            parameter, tensor = network.trained[int(i)], tensors.get_tensor(key)
             if not moment:
                 parameter.data.copy_(fsdp.part(tensor, parameter))
             elif moment == ["step"]:  # a number, on the CPU unless the optimiser is fused
-                tensor = tensor.to(parameter.device) if fused else tensor
-                network.optimizer.state[parameter]["step"] = tensor
-            else:
-                own_part = fsdp.part(tensor, parameter).clone()  # not a view of the file
-                network.optimizer.state[parameter][moment[0]] = own_part
+                state[parameter]["step"] = tensor.to(parameter.device) if fused else tensor
+            else:  # a copy, not a view of the file
+                state[parameter][moment[0]] = fsdp.part(tensor, parameter).clone()
 
 
 @contextmanager

@@ -5,10 +5,8 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import sys
 from glob import glob
-from itertools import chain, count
 from pathlib import Path
 
 EPISODE_VERSION = 2  # of a row of episodes.jsonl; 1 had no version, and fewer numbers of a step
@@ -50,7 +48,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 def append(path: Path, lines: list[str]) -> None:
     """Append lines and see them on the disk."""
-    write(path, "ab", "".join(f"{line}\n" for line in lines).encode())
+    content = "".join(f"{line}\n" for line in lines)
+    write(path, "ab", content.encode(errors="surrogateescape"))
 
 
 def write(path: Path, mode: str, content: bytes) -> None:
@@ -69,27 +68,23 @@ def sync(path: Path) -> None:
 
 
 def rows_of(path: Path, last: float = math.inf) -> list[dict]:
-    """The rows of a .jsonl up to iteration `last`, without lines that are none (read_rows)."""
-    return [row for row in read_rows(path)[0] if row["iteration"] <= last]
+    """The rows of a .jsonl up to iteration `last`, without lines that are none."""
+    return [row for _, row in lines_of(path) if row and row["iteration"] <= last]
 
 
-def read_rows(path: Path) -> tuple[list[dict], int]:
-    """(the rows of a .jsonl, how many of its lines are none). A last line that a kill tore off is
-    not counted: it is of an iteration that comes again. No file: no rows."""
-    rows, unreadable = [], 0
+def lines_of(path: Path):
+    """Yield each line of a .jsonl with its row, None where it is none; without a last line that a
+    kill tore off, which is of an iteration that comes again. No file: no lines."""
     if not path.exists():
-        return rows, unreadable
-    with path.open("rb") as lines:
-        for line in filter(bytes.strip, lines):
+        return
+    with path.open(errors="surrogateescape", newline="\n") as lines:
+        for line in filter(str.strip, lines):
             row = row_of(line)
-            if row is not None:
-                rows.append(row)
-            elif line.endswith(b"\n") or not line.startswith(b"{"):
-                unreadable += 1
-    return rows, unreadable
+            if row or line.endswith("\n") or not line.startswith("{"):
+                yield line.removesuffix("\n"), row
 
 
-def row_of(line: bytes) -> dict | None:
+def row_of(line: str) -> dict | None:
     """A line as a row: it has the number of its iteration, and numbers under names as eval/score.
     None where it is no such thing."""
     try:
@@ -100,17 +95,6 @@ def row_of(line: bytes) -> dict | None:
         return None
     numbers = [value for name, value in row.items() if "/" in name and value is not None]
     return row if all(type(value) in (int, float) for value in numbers) else None
-
-
-def copy_aside(path: Path) -> Path:
-    """Keep a copy of a file beside it, as NAME.damaged, NAME.damaged-2, ...: its path."""
-    names = chain(["damaged"], (f"damaged-{number}" for number in count(2)))
-    places = (path.with_name(f"{path.name}.{name}") for name in names)
-    aside = next(place for place in places if not os.path.lexists(place))
-    shutil.copyfile(path, aside)
-    sync(aside)
-    sync(aside.parent)
-    return aside
 
 
 def hash_file(path: Path) -> str:

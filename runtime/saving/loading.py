@@ -1,10 +1,10 @@
 """Taking up the last whole checkpoint of a run, and setting damaged ones aside."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
+from runtime.data import Step, Trajectory
 from runtime.distributed import processes
 from runtime.models import first_line
 from runtime.networks import Network
@@ -17,11 +17,10 @@ from runtime.saving.checkpoints import (
     kept_in,
     link,
     sum_of,
-    taken_up,
     told_when_full,
 )
-from runtime.saving.files import append, copy_aside, hash_file, read_json, read_rows, replace_file
-from runtime.view.terminal import say, warn
+from runtime.saving.files import append, hash_file, lines_of, read_json, replace_file
+from runtime.view.terminal import warn
 
 import torch
 from safetensors import safe_open
@@ -36,68 +35,55 @@ def load_checkpoint(
 
     A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken.
     Exits with one line that names the file where none is whole, or where one was written by a newer
-    version or for another model. Of several processes the first one cleans up before the others
-    read."""
-    found = None
-    if processes.rank() == 0:
-        draft = run / "checkpoints" / "draft"
-        if draft.exists():
-            say(f"{draft}: a checkpoint that was being written when the run stopped; left out")
-            shutil.rmtree(draft)
-        found = last_whole(run)
-
-    path, about = processes.broadcast(found)
-    iteration, rows = 0, []
+    version or for another model. Of several processes the first one reads and cleans up."""
+    is_first, iteration, rows = processes.rank() == 0, 0, None
+    path, about = processes.broadcast(last_whole(run) if is_first else None)
     if path:
-        iteration = int(path.name)
+        iteration = about["iteration"]
         for network in networks:
             install(path / "trained.safetensors", network)
             network.skips = about["skipped"].get(network.name, 0)
         for name, given in lists.items():
-            given[:] = taken_up(about["lists"][name])
-    if processes.rank():
-        processes.wait()
-    with told_when_full(run):
-        for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):
-            rows, unreadable = read_rows(run / name)
-            if processes.rank() == 0:
-                keep_damaged(run / name, rows, unreadable, path)
-            again = [row for row in rows if path and row["iteration"] > iteration]
-            rows = [row for row in rows if path and row["iteration"] <= iteration]
-            if processes.rank() == 0:
-                if again:  # they come again; what they were is kept
-                    append(run / f"replaced-{name}", map(json.dumps, again))
-                replace_file(run / name, "".join(f"{json.dumps(row)}\n" for row in rows))
-        if path and processes.rank() == 0:
-            names = [network.name for network in networks]
-            link(run, path, names, best_of(rows, about["best"]))
-
-    if processes.rank() == 0:
-        processes.wait()
-    return iteration, rows
+            given[:] = about["lists"][name]
+    if is_first:
+        with told_when_full(run):
+            for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
+                rows = cut_table(run / name, iteration if path else -1)
+            if path:
+                link(run, path, best_of(rows))
+    return iteration, processes.broadcast(rows)
 
 
-def keep_damaged(table: Path, rows: list[dict], unreadable: int, checkpoint: Path | None) -> None:
-    """Warn of what is missing in a table of the run that goes on from this checkpoint, and keep a
-    copy of it where it cannot be read, or where the run begins again."""
-    said = []
-    if unreadable:
-        said.append(f"{unreadable} lines cannot be read; the file is kept as ")
-        said[-1] += f"{copy_aside(table).name}, its other {len(rows)} rows are read"
-    elif rows and not checkpoint and rows[-1]["iteration"]:
-        said.append("no checkpoint is there, so the run begins again; the file is kept as ")
-        said[-1] += copy_aside(table).name
-    lost = set(range(int(checkpoint.name) + 1) if checkpoint else ())
-    lost -= {row["iteration"] for row in rows}
-    if table.name == "metrics.jsonl" and lost:
-        said.append(f"iterations without a row: {', '.join(map(str, sorted(lost)))}")
+def cut_table(table: Path, last: int) -> list[dict]:
+    """Leave the rows up to an iteration in a table of the run, and return them. Others go to
+    replaced-*.jsonl, and lines that are no rows to *.damaged, with a warning that says what is
+    missing."""
+    kept, again, damaged = [], [], []
+    for line, row in lines_of(table):
+        part = damaged if row is None else kept if row["iteration"] <= last else again
+        part.append((line, row))
+    aside = f"{table.name}.damaged", f"replaced-{table.name}"
+    for name, part in zip(aside, (damaged, again)):
+        if part:
+            append(table.with_name(name), [line for line, _ in part])
+    replace_file(table, "".join(f"{line}\n" for line, _ in kept))
+
+    rows, said = [row for _, row in kept], []
+    if damaged:
+        said.append(f"{len(damaged)} lines cannot be read; they are kept in {aside[0]}")
+    if last < 0 and any(row["iteration"] for _, row in again):
+        said.append(f"no checkpoint is there, so the run begins again; they are in {aside[1]}")
+    lost = sorted({*range(last + 1)} - {row["iteration"] for row in rows})
+    if lost and table.name == "metrics.jsonl":
+        said.append(f"iterations without a row: {', '.join(map(str, lost))}")
     if said:
         warn(f"{table}: {'; '.join(said)}")
+    return rows
 
 
 def last_whole(run: Path) -> tuple[Path | None, dict]:
-    """(path, state.json) of the last checkpoint that is what was written; damaged ones after it are
-    set aside. No checkpoint: (None, {})."""
+    """(path, state.json and lists) of the last checkpoint that is what was written; damaged ones
+    after it are set aside. No checkpoint: (None, {})."""
     damaged = {}  # {path: why}
     for path in reversed(kept_in(run)):
         try:
@@ -116,13 +102,13 @@ def last_whole(run: Path) -> tuple[Path | None, dict]:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """state.json of a checkpoint, every file of it compared with its hash. Raises DamagedError with
-    the file's name; exits where a newer version wrote it."""
+    """state.json of a checkpoint, with its lists, every file compared with its hash. Raises
+    DamagedError with the file's name; exits where another version wrote it."""
     state = path / "state.json"
     try:
         about = read_json(state)
         number, written = about["format"], about.pop("sum")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"{state}: missing, cut off or not a checkpoint's") from error
     if number != FORMAT:
         sys.exit(f"{state}: written in format {number}, this version reads {FORMAT}")
@@ -137,7 +123,8 @@ def read_checkpoint(path: Path) -> dict:
         with safe_open(path / "trained.safetensors", framework="pt"):
             about["lists"] = {}
         if LISTS in about["files"]:
-            about["lists"] = torch.load(path / LISTS, weights_only=True)
+            with torch.serialization.safe_globals([Step, Trajectory]):
+                about["lists"] = torch.load(path / LISTS, weights_only=True)
     except Exception as error:  # each library has its own
         raise DamagedError(f"{path}: {first_line(error)}") from error
     return about

@@ -18,7 +18,7 @@ from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-from runtime.saving.files import EPISODE_VERSION, read_json, read_rows, replace_file, to_json
+from runtime.saving.files import EPISODE_VERSION, read_json, replace_file, rows_of, to_json
 
 import numpy as np
 
@@ -64,17 +64,13 @@ def read_run(path: Path, most: int) -> dict:
         "".join(told.values())  # which are texts
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sys.exit(f"{path}: its args.json or run.json is not what a run writes")
-    rows, _ = read_rows(path / "metrics.jsonl")
+    rows = rows_of(path / "metrics.jsonl")
     keys = dict.fromkeys(key for row in rows for key in row if "/" in key)
 
     read = {kind: read_episodes(path / file) for kind, file in FILES.items()}
-    sizes = {kind: {i: len(rows) for i, rows in found.items()} for kind, (found, _) in read.items()}
+    sizes = {kind: {i: len(rows) for i, rows in found.items()} for kind, found in read.items()}
     kept, said = thinned(sizes, most)
-    for kind, (_, damaged) in read.items():
-        if damaged:
-            said = f"{said} {damaged:,} damaged rows of {FILES[kind]} are left out.".strip()
-    kept = sorted(kept)
-    groups = [(k, i, found[i]) for k, (found, _) in read.items() for i in kept if i in found]
+    groups = [(k, i, found[i]) for k, found in read.items() for i in sorted(kept) if i in found]
     return told | {
         "name": path.resolve().name,
         "world": world,
@@ -87,21 +83,18 @@ def read_run(path: Path, most: int) -> dict:
     }
 
 
-def read_episodes(path: Path) -> tuple[dict[int, list[dict]], int]:
-    """({iteration: its episodes, in their order}, how many rows are left out as damaged). Exits
-    where a newer version wrote one."""
-    rows, damaged = read_rows(path)
+def read_episodes(path: Path) -> dict[int, list[dict]]:
+    """{iteration: its episodes, in their order}, without damaged rows. Exits where a newer version
+    wrote one."""
     found: dict[int, list[dict]] = {}
-    for row in rows:
+    for row in rows_of(path):
         version = row.get("version", 1)
         if type(version) is int and version > EPISODE_VERSION:
             newer = f"a row has version {version}"
             sys.exit(f"{path}: {newer}, and this program reads up to {EPISODE_VERSION}")
         if is_episode(row):
             found.setdefault(row["iteration"], []).append(row)
-        else:
-            damaged += 1
-    return found, damaged
+    return found
 
 
 def is_episode(row: dict) -> bool:

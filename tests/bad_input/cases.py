@@ -503,7 +503,7 @@ TABLES += [
     ("a row is missing", changed(METRICS, line(1, b"")), (METRICS, "without a row: 1")),
     ("NUL after a power cut", changed(METRICS, lambda t: t + b"\0" * 99), (METRICS, "1 lines")),
     ("episodes.jsonl is garbage", put(EPISODES, "a\n\0\n\xff\n"), (EPISODES, "3 lines")),
-    ("no checkpoint is left", gone("checkpoints"), (METRICS, "begins again", "damaged")),
+    ("no checkpoint is left", gone("checkpoints"), (METRICS, "begins again", "replaced-")),
     (
         "a cut checkpoint",
         changed(f"{LAST}trained.safetensors", lambda t: t[:-1]),
