@@ -1,6 +1,8 @@
 """Sweep files as W&B reads them, and the runner that executes them without a server."""
 
-import importlib.util
+import contextlib
+import io
+import itertools
 import json
 import math
 import os
@@ -8,21 +10,22 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
-from runtime.flags import flags_of, parse
-from runtime.saving.opening import FREE
+from sweeps import file as sweep_file
+from sweeps import results as sweep_results
+from sweeps import run as runner
 
 import pytest
-from conftest import ROOT, load
+from conftest import ROOT
 
-spec = importlib.util.spec_from_file_location("sweeps_run", ROOT / "sweeps" / "run.py")
-runner = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(runner)
-
+COMMAND = sweep_file.COMMAND
+needs_optuna = pytest.mark.skipif(not find_spec("optuna"), reason="optuna is not installed")
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
 SCHEMA = ROOT / "tests" / "data" / "wandb-sweeps-0.3.0-schema.json"  # of W&B's own sweep engine
 WORLDS = ("sokoban", "webshop", "sotopia")
@@ -37,13 +40,15 @@ with (run / "starts").open("a") as file:
     file.write(json.dumps({"pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0)),
                            "flags": flags, "began": time.time()}) + "\\n")
 alpha, seed = float(flags.get("alpha", 1)), int(flags["seed"])
+scale = float(os.environ.get("SCALE", 1))
 if flags.get("broken") == "True" and seed == 1:
     sys.exit("--broken True: this cannot be")
 (run / "metrics.jsonl").touch()
 done = len((run / "metrics.jsonl").read_text().splitlines())
 for iteration in range(done, int(flags.get("iterations", 3))):
     time.sleep(float(flags.get("pause", 0)))
-    row = {"iteration": iteration, "eval/success": alpha * (iteration + 1) + seed / 100}
+    row = {"iteration": iteration, "eval/success": scale * alpha * (iteration + 1) + seed / 100}
+    row["eval/score"] = 1 / (1 + alpha)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\\n")
 """
@@ -69,8 +74,27 @@ def command(file, *words):
     return [sys.executable, str(ROOT / "sweeps" / "run.py"), *words]
 
 
-def execute(file, *words, check=True):
-    done = subprocess.run(command(file, *words), capture_output=True, text=True, timeout=600)
+def execute(file, *words, check=True, picture=False):
+    """main() of the runner in this process, where a run is looked at more often."""
+    said, warned, code = io.StringIO(), io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(said))
+        stack.enter_context(contextlib.redirect_stderr(warned))
+        stack.enter_context(patch.object(sys, "argv", command(file, *words)[1:]))
+        stack.enter_context(patch.object(runner, "POLL", 0.01))
+        if not picture:
+            stack.enter_context(patch.object(runner, "picture"))
+        try:
+            runner.main()
+        except SystemExit as stop:
+            code = stop.code
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if isinstance(code, str):
+        warned.write(f"{code}\n")
+        code = 1
+    done = SimpleNamespace(returncode=code or 0, stdout=said.getvalue(), stderr=warned.getvalue())
     assert not check or not done.returncode, done.stdout + done.stderr
     return done
 
@@ -90,8 +114,13 @@ def is_alive(pid):
 
 
 def results_of(file):
-    entries = runner.read_lines(file.with_suffix("") / "results.jsonl")
+    path = file.with_suffix("") / "results.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [entry for entry in entries if "name" in entry]
+
+
+def table_of(file):
+    return (file.with_suffix("") / "table.md").read_text()
 
 
 # ------------ the files ------------
@@ -111,22 +140,23 @@ def test_wandb_reads_every_file(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_row_is_read_by_its_script(file, monkeypatch):
-    """Each parameter is a flag, and arrives with the value that the row has."""
-    body = runner.read_sweep(file)
-    if body["method"] == "bayes":
-        middle = SimpleNamespace(suggest_float=lambda name, low, high, log: math.sqrt(low * high))
-        parameters = body["parameters"].items()
-        rows = [{name: runner.suggest(middle, name, p) for name, p in parameters}]
-    else:
-        rows = runner.rows_of_sweep(body, SimpleNamespace(draw_seed=0, trials=4))
-    assert len(rows) > 2 or body["method"] == "bayes"
-    for row in rows:
-        words = runner.command_of(body, row)
-        script = Path(body["program"]).stem
-        monkeypatch.setattr(sys, "argv", words[words.index(body["program"]) :])
-        flags = flags_of(parse(load(script).Args, ""))
-        assert {name: flags[name] for name in row} == row
+def test_every_file_has_rows_that_its_script_reads(file, capsys):
+    body, args = runner.read_sweep(file), SimpleNamespace(seeds=[1, 2], more=["--iterations=4"])
+    assert sweep_file.flags_of_program(ROOT / body["program"])
+    runner.check_flags(file, body, args)
+    args = SimpleNamespace(draw_seed=0, trials=None)
+    assert body["method"] == "bayes" or len(runner.rows_of_sweep(body, args)) > 2
+    assert capsys.readouterr().err == ""
+
+
+def test_the_flags_of_every_page_are_known_without_importing_torch(tmp_path):
+    """So a name that is no flag is refused in a second."""
+    pages = [page for page in ROOT.glob("*.py") if " seed: int" in page.read_text()]
+    assert len(pages) > 20
+    code = "import sys; from pathlib import Path; from sweeps.file import flags_of_program\n"
+    code += "for page in sys.argv[1:]: assert 'seed' in flags_of_program(Path(page)), page\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, *pages], cwd=ROOT, check=True)
 
 
 def test_the_files_cover_what_is_swept():
@@ -173,27 +203,35 @@ def test_the_agents_run_has_the_arguments_of_the_runners(tmp_path, monkeypatch):
     values |= {"override": ["seed", "clip"], "resume": "auto"}  # which --override needs
     body = {"program": "istar_sokoban.py", "method": "grid", "metric": {"name": "eval/success"}}
     body["parameters"] = {name: {"values": [value]} for name, value in values.items()}
-    (config,) = runner.grid(body["parameters"])
+    body["parameters"] |= {name: {"value": value} for name, value in values.items()}
+    (config,) = runner.rows_of_sweep(body, SimpleNamespace(trials=None))
     assert config == values
 
     assert agent_runs(body, config, tmp_path, monkeypatch) == 0
     (by_agent,) = (tmp_path / "runs").glob("*/args.json")
     assert list(tmp_path.glob("wandb/offline-run-*-abcd1234"))  # its own id, not one of ours
-    for name in ("WANDB_SWEEP_ID", "WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
-        monkeypatch.delenv(name)
+    flags = json.loads(by_agent.read_text())
+    assert {name: flags[name] for name in values} == values | {"resume": flags["resume"]}
+    assert flags.keys() == sweep_file.flags_of_program(ROOT / "istar_sokoban.py").keys()
 
-    file = tmp_path / "own.yaml"
-    file.write_text(json.dumps(body))
+
+def test_an_agents_run_and_the_runners_have_the_same_flags(sweep, tmp_path, monkeypatch):
+    """The set of runs of a grid that W&B's own expansion has, through both command lines."""
+    parameters = {"alpha": {"values": [1, 1.0, 2, 1e-5]}, "quiet": {"values": [True, False]}}
+    parameters |= {"names": {"values": [[], ["a", "b"]]}, "text": {"value": "a b"}}
+    file = sweep(parameters)
     execute(file, "--seeds", 3)
-    (by_runner,) = (tmp_path / "own" / "runs").glob("*/args.json")
-    one, other = (json.loads(path.read_text()) for path in (by_agent, by_runner))
-    placed = {"run_name", "runs_dir", "resume"}
-    assert placed < set(FREE)
-    assert {k: v for k, v in one.items() if k not in placed} == {
-        k: v for k, v in other.items() if k not in placed
-    }
-    assert one["override"] == ["seed", "clip"] and one["gradient_checkpointing"] is False
-    assert not list((by_runner.parent).glob("wandb")) and one["track"] is other["track"] is False
+    ours = [one[0]["flags"] for one in starts_of(file).values()]
+    keys = [*parameters]
+    ours = sorted(json.dumps([flags[key] for key in keys]) for flags in ours)
+    rows = itertools.product([1, 2, 1e-5], [True, False], [[], ["a", "b"]], ["a b"])
+    body = runner.read_sweep(file)
+    for number, row in enumerate(rows):
+        placed = {"seed": 3, "runs-dir": str(tmp_path / "agent"), "run-name": number}
+        agent_runs(body, dict(zip(keys, row)) | placed, tmp_path, monkeypatch)
+    theirs = [json.loads(path.read_text()) for path in tmp_path.glob("agent/*/starts")]
+    theirs = sorted(json.dumps([one["flags"][key] for key in keys]) for one in theirs)
+    assert ours == theirs and len(ours) == 12
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -210,7 +248,7 @@ def test_the_runner_builds_the_agents_command(file):
     for part in utils.create_sweep_command(body.get("command")):
         known = variables.get(part[2:-1]) if part.startswith("${") else None
         expected += known or [part]
-    assert runner.command_of(body, row) == expected
+    assert sweep_file.command_of(body, row) == expected
 
 
 # ------------ the runner ------------
@@ -220,7 +258,7 @@ def test_every_combination_is_run_with_every_seed_and_every_parameter(sweep):
     """The first parameter is in every command (CleanRL's tuner drops it), and in the table."""
     parameters = {"alpha": {"values": [1, 2]}, "beta": {"values": ["a", "b"]}}
     file = sweep(parameters | {"gamma": {"value": 7}})
-    done = execute(file, "--seeds", 1, 2, 3)
+    done = execute(file, "--seeds", 1, 2, 3, picture=True)
     starts = starts_of(file)
     assert len(starts) == 2 * 2 * 3 and all(len(one) == 1 for one in starts.values())
     flags = [one[0]["flags"] for one in starts.values()]
@@ -263,18 +301,18 @@ def test_a_run_that_fails_is_named_and_leaves_the_others_alone(sweep):
 
 
 def test_killed_and_started_again_it_repeats_no_finished_run(sweep):
-    file = sweep({"alpha": {"values": [1, 2, 3]}, "pause": {"value": 0.4}})
+    file = sweep({"alpha": {"values": [1, 2, 3]}, "pause": {"value": 0.15}})
     process = subprocess.Popen(command(file, "--seeds", 1, 2))
     end = time.monotonic() + 60
     while len(results_of(file)) < 2:
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
-    time.sleep(0.6)
+    time.sleep(0.2)
     process.kill()  # nobody can catch it
     process.wait()
     finished = {entry["name"] for entry in results_of(file)}
     begun = starts_of(file)
-    time.sleep(1)
+    time.sleep(0.3)
     for one in begun.values():  # what it had started has ended with it
         assert not is_alive(one[-1]["pid"])
 
@@ -284,52 +322,128 @@ def test_killed_and_started_again_it_repeats_no_finished_run(sweep):
     for name, one in starts.items():
         assert len(one) == 1 + (name in begun and name not in finished)
         assert all(start["flags"]["resume"] == "auto" for start in one)  # it goes on, not anew
-    with (file.with_suffix("") / "results.jsonl").open("a") as results:
-        results.write('{"name": "torn')
     again = execute(file, "--seeds", 1, 2)
     assert len(results_of(file)) == 6
     assert starts_of(file) == starts and "of 0" not in again.stdout
 
 
 @pytest.mark.parametrize("sent", (signal.SIGINT, signal.SIGTERM))
-def test_a_stopped_runner_stops_its_runs_and_says_how_to_go_on(sweep, sent):
-    file = sweep({"alpha": {"values": [1, 2]}, "pause": {"value": 30}})
-    process = subprocess.Popen(command(file), stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 60
-    while not starts_of(file):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    process.send_signal(sent)
-    _, told = process.communicate(timeout=20)
-    assert process.returncode == 1 and told.startswith("stopped; the same command goes on: ")
-    (one,) = starts_of(file).values()
-    assert not is_alive(one[0]["pid"])
+def test_a_stopped_runner_stops_its_runs_and_goes_on(sweep, sent):
+    """In the middle of the second run; the start after it has the table of a fresh one."""
+    file = sweep({"alpha": {"values": [1, 2, 3]}, "pause": {"value": 0.1}})
+
+    def stop():
+        while len(starts_of(file)) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), sent)
+
+    threading.Thread(target=stop, daemon=True).start()
+    done = execute(file, check=False)
+    told = done.stderr.splitlines()
+    assert done.returncode == 1 and len(told) == 1
+    assert told[0].startswith("stopped; the same command goes on: python")
+    assert len(results_of(file)) == 1 and not any(
+        is_alive(start["pid"]) for one in starts_of(file).values() for start in one
+    )
+    execute(file)
+    assert sorted(len(one) for one in starts_of(file).values()) == [1, 1, 2]
+    assert table_of(file) == table_of_a_fresh_start(file)
 
 
 def test_two_runners_do_not_share_a_directory(sweep):
-    file = sweep({"pause": {"value": 30}})
-    process = subprocess.Popen(command(file), stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
+    file = sweep({"pause": {"value": 1}, "iterations": {"value": 1}})
+    first = threading.Thread(target=subprocess.run, args=(command(file),), daemon=True)
+    first.start()
     while not starts_of(file):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    second = subprocess.run(command(file), capture_output=True, text=True, timeout=60)
+        time.sleep(0.02)
+    second = execute(file, check=False)
     assert second.returncode == 1 and "another process is at work there" in second.stderr
-    assert process.poll() is None and len(starts_of(file)) == 1
-    process.terminate()
-    process.wait()
+    assert len(second.stderr.splitlines()) == 1
+    first.join()
+    assert len(starts_of(file)) == len(results_of(file)) == 1
 
 
-def test_a_changed_file_mixes_no_rows(sweep):
+# ------------ an edited file ------------
+
+
+def table_of_a_fresh_start(file, *words):
+    """The table of the same file in a directory in which nothing was run."""
+    fresh = file.with_suffix("").parent / "fresh" / file.name
+    fresh.parent.mkdir(exist_ok=True)
+    fresh.write_bytes(file.read_bytes())
+    execute(fresh, *words)
+    return table_of(fresh)
+
+
+GRID = {"alpha": {"values": [1, 2]}, "beta": {"values": [7, 5]}}  # beta changes no result
+DRAWN = {"alpha": {"min": 0.5, "max": 2.5}, "beta": {"values": [1, 2]}}
+EDITS = {  # what the file is first, what it is then, and how many runs are new
+    "a value more": (GRID, {"parameters": GRID | {"alpha": {"values": [4, 1, 2]}}}, 2),
+    "a value less": (GRID, {"parameters": GRID | {"alpha": {"values": [2]}}}, 0),
+    "other values": (GRID, {"parameters": GRID | {"alpha": {"values": [5, 2]}}}, 2),
+    "values in another order": (GRID, {"parameters": GRID | {"beta": {"values": [5, 7]}}}, 0),
+    "parameters in another order": (GRID, {"parameters": dict(reversed(GRID.items()))}, 4),
+    "another range": (DRAWN, {"parameters": DRAWN | {"alpha": {"min": 3.0, "max": 4.0}}}, 5),
+    "another metric": (GRID, {"metric": {"name": "eval/score", "goal": "maximize"}}, 0),
+    "another goal": (GRID, {"metric": {"name": "eval/success", "goal": "minimize"}}, 0),
+    "another command": (GRID, {"command": ["${env}", "SCALE=3", *COMMAND[1:]]}, 4),
+    "another program": (GRID, {"program": "other.py"}, 4),
+    "another constant": (GRID, {"parameters": GRID | {"gamma": {"value": 1}}}, 4),
+    "fewer rows": (DRAWN, {"run_cap": 3}, 0),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_file_has_the_table_of_a_fresh_start(sweep, tmp_path, edit):
+    """And no run that it shares with the file before is run again from its beginning."""
+    parameters, changes, new = EDITS[edit]
+    if "program" in changes:
+        (tmp_path / "other.py").write_text(PROGRAM)
+        changes = {"program": str(tmp_path / "other.py")}
+    start = {"parameters": parameters, "method": "random" if parameters is DRAWN else "grid"}
+    start |= {"run_cap": 5} if parameters is DRAWN else {}
+    file = sweep(**start)
+    execute(file)
+    before, old = len(starts_of(file)), table_of(file)
+    sweep(**start | changes)
+    execute(file)
+    assert len(starts_of(file)) == before + new
+    assert table_of(file) == table_of_a_fresh_start(file) != old
+
+
+def test_another_text_of_the_program_is_another_program(sweep, tmp_path):
     file = sweep({"alpha": {"values": [1, 2]}})
     execute(file)
-    sweep({"alpha": {"values": [5, 2]}})
+    (tmp_path / "program.py").write_text(PROGRAM.replace("scale * alpha", "7 * alpha"))
+    done = execute(file)
+    assert "2 stored results are of other rows or seeds, another program" in done.stdout
+    means = [line.split(" | ")[1] for line in table_of(file).splitlines()[4:]]
+    assert means == ["42.010", "21.010"]
+
+    (tmp_path / "program.py").write_text(PROGRAM + "\nPath(__file__).write_text('')\n")
+    done = execute(file, check=False)
+    assert done.returncode == 1 and "program.py was changed while the sweep ran" in done.stderr
+    assert not (file.with_suffix("") / "table.md").exists()  # nor the table of the text before
+
+
+@needs_optuna
+def test_bayes_proposes_new_rows_where_the_range_is_another(sweep):
+    def start(low, high):
+        return sweep({"alpha": {"min": low, "max": high}}, method="bayes", run_cap=4)
+
+    execute(start(0.5, 1.5))
+    file = start(6.0, 7.0)
     execute(file)
-    table = (file.with_suffix("") / "table.md").read_text()
-    assert "--alpha=5" in table and "--alpha=2" in table and "--alpha=1" not in table
-    assert len(results_of(file)) == 3  # 2 was not run again
-    execute(file, "--", "--iterations=4")  # what follows -- makes it another run
-    assert len(results_of(file)) == 5
+    assert table_of(file) == table_of_a_fresh_start(file)
+    assert len(results_of(file)) == 8
+
+
+@needs_optuna
+def test_a_row_that_bayes_proposes_twice_is_run_once(sweep):
+    file = sweep({"alpha": {"values": [1, [2], None][:1]}, "pause": {"value": 0.1}},
+                 method="bayes", run_cap=4)  # fmt: skip
+    execute(file, "--jobs", min(2, len(os.sched_getaffinity(0))))
+    assert [len(one) for one in starts_of(file).values()] == [1]
 
 
 def test_random_rows_are_the_same_every_time_and_within_their_ends(sweep):
@@ -349,9 +463,9 @@ def test_random_rows_are_the_same_every_time_and_within_their_ends(sweep):
     assert 0.4 < statistics.mean(row["c"] < 1e-2 for row in rows) < 0.6  # half of the decades
 
 
-@pytest.mark.skipif(not find_spec("optuna"), reason="optuna is not installed")
+@needs_optuna
 def test_bayes_looks_where_it_is_good_stops_what_falls_behind_and_goes_on(sweep):
-    parameters = {"alpha": {"min": 0.0, "max": 1.0}, "pause": {"value": 0.12}}
+    parameters = {"alpha": {"min": 0.0, "max": 1.0}, "pause": {"value": 0.08}}
     parameters["iterations"] = {"value": 4}
     early = {"type": "hyperband", "min_iter": 1, "eta": 2}
     file = sweep(parameters, method="bayes", run_cap=14, early_terminate=early)
@@ -389,33 +503,5 @@ def test_students_t():
     for number, t in {2: 12.706, 3: 4.303, 5: 2.776, 6: 2.571, 11: 2.228, 31: 2.042}.items():
         values = [float(n) for n in range(number)]
         expected = t * statistics.stdev(values) / math.sqrt(number)
-        assert runner.half_width(values) == pytest.approx(expected, rel=3e-3)
-    assert runner.half_width([1.0]) is None
-
-
-@pytest.mark.parametrize(
-    "more, words, said",
-    [
-        ({"method": "guess"}, [], "method guess: grid, random or bayes"),
-        ({"parameters": {"a": {"min": 0, "max": 1}}}, [], "a: a grid needs values"),
-        ({"program": "nothing.py"}, [], "program nothing.py: no such script"),
-        ({"metric": {"name": "x", "goal": "up"}}, [], "goal up: minimize or maximize"),
-        ({"metric": None}, [], "no metric"),
-        ({"metric": {"goal": "maximize"}}, [], "metric: no name"),
-        ({"command": ["${program}", "${args_json}"]}, [], "command: ${args_json}: this runner"),
-        (
-            {"method": "random", "parameters": {"a": {"distribution": "beta", "min": 0, "max": 1}}},
-            [],
-            "a: this runner draws",
-        ),
-        ({}, ["--jobs", 0], "--jobs 0: from 1 to "),
-        ({}, ["--jobs", 999], "--jobs 999: from 1 to "),
-        ({}, ["--seeds", 1, 1], "--seeds 1 1: each only once"),
-        ({}, ["--trials", 0], "--trials 0: has to be at least 1"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(sweep, more, words, said):
-    file = sweep(**{"parameters": {"alpha": {"values": [1, 2]}}} | more)
-    done = execute(file, *words, check=False)
-    assert done.returncode == 1 and said in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not starts_of(file)
+        assert sweep_results.half_width(values) == pytest.approx(expected, rel=3e-3)
+    assert sweep_results.half_width([1.0]) is None
