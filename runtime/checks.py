@@ -1,7 +1,6 @@
 """What cannot work, refused before anything is loaded: in one line that names the flag."""
 
 import os
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ def check_servers(args, env) -> None:
     """Refuse addresses of servers that are none, and what servers cannot do."""
     run_args = args.run_args
     for url in run_args.engine_url:
-        if reason := check_address(url):
+        if reason := fault_of(url):
             refuse("engine_url", "...", reason)  # it may hold a key
     if run_args.engine_url and run_args.engine == "hf":
         refuse("engine", "hf", "the servers of --engine-url are vLLM's")
@@ -67,17 +66,17 @@ def check_servers(args, env) -> None:
         refuse("engine_url", " ".join(run_args.engine_url), "pictures are not sent to servers")
 
 
-def check_address(url: str) -> str:
+def fault_of(url: str) -> str:
     """What is wrong with the address of a server, or nothing."""
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         parts.hostname.encode("idna")
+        usable = parts.scheme in ("http", "https") and parts.port != 0 and url.isprintable()
     except (ValueError, AttributeError):  # a port or an address that is none
         usable = False
-    if not usable or not url.isprintable() or re.search(r"[\s\\]", url):
+    if not usable or {*" \\"} & {*url}:
         return "no http address, as http://localhost:8000"
-    if set("@?#") & set(url) or parts.path.strip("/"):
+    if {*"@?#"} & {*url} or parts.path.strip("/"):
         return "no user, password, path, query or fragment belongs in the address"
     return ""
 
@@ -98,11 +97,18 @@ def check_model(args, env) -> tuple[str, Any]:
     trust = args.run_args.trust_remote_code
     check_files(Path(path), args.model)
     config = config_of(path, args.model, trust)
-    if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
+    if os.path.isdir(path) and not any(Path(path).glob("*.safetensors")):
         refuse("model", args.model, "no .safetensors file there, and pickles (.bin) are not read")
     if trust:
         warn(f"--trust-remote-code runs whatever program comes with {args.model}")
-    check_sight(path, config, args, env)
+    if getattr(env, "shows_pictures", False):  # refused where it does not see one as it is
+        from runtime.vision.pictures import PictureProcessor
+
+        picture = env.reset(env.eval_tasks[0]).picture
+        PictureProcessor(path, config, args.model).patches(picture)
+    elif hasattr(config, "vision_config"):
+        reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"
+        refuse("model", args.model, reason)
 
     longest = config.get_text_config().max_position_embeddings
     if args.max_context_tokens > longest:
@@ -117,11 +123,11 @@ def check_model(args, env) -> tuple[str, Any]:
 
 def check_files(path: Path, model: str) -> None:
     """Refuse a directory whose files cannot be a model's, before anything of them is read."""
-    if path.is_dir():
-        try:
+    try:
+        if path.is_dir():
             check_directory(path)
-        except ModelError as error:
-            refuse("model", model, str(error))
+    except ModelError as error:
+        refuse("model", model, str(error))
 
 
 def config_of(path: str, model: str, trust: bool):
@@ -135,21 +141,7 @@ def config_of(path: str, model: str, trust: bool):
         config.get_text_config().max_position_embeddings  # noqa: B018 (a policy has one)
         return config
     except Exception as error:  # hub, file system and configuration have no common class
+        reason = f"no model, in a directory or on the hub ({str(error).splitlines()[0]})"
         if "trust_remote_code" in str(error):
             reason = "it brings a program of its own, which only --trust-remote-code runs"
-            refuse("model", model, reason)
-        first = str(error).splitlines()[0]
-        refuse("model", model, f"no model, in a directory or on the hub ({first})")
-
-
-def check_sight(path: str, config, args, env) -> None:
-    """Where the world shows pictures, refuse a model that does not see them, or not as they are;
-    where it shows none, one that is made for them."""
-    if getattr(env, "shows_pictures", False):
-        from runtime.vision.pictures import PictureProcessor
-
-        picture = env.reset(env.eval_tasks[0]).picture
-        PictureProcessor(path, config, args.model).patches(picture)
-    elif hasattr(config, "vision_config"):
-        reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"
-        refuse("model", args.model, reason)
+        refuse("model", model, reason)

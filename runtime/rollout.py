@@ -67,8 +67,8 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
             return None
 
         t.anchor, seen = door.episode.anchor, door.episode.prompt
-        if prompts.setdefault(task, (seen, seen.picture)) != (seen, seen.picture):
-            door.refuse("prompt", seen, "the same as in the task's other episodes")
+        is_same = prompts.setdefault(task, (seen, seen.picture)) == (seen, seen.picture)
+        door.require(is_same, "prompt", seen, "the same as in the task's other episodes")
         if not t.steps:
             most = run.args.max_context_tokens
             sys.exit(f"--max-context-tokens {most}: too few for task {task}'s prompt and an answer")

@@ -8,6 +8,7 @@ raises costs its own episode (WorldFault).
 import inspect
 import math
 import sys
+from contextlib import contextmanager
 
 from runtime.data import Seen
 from runtime.view.terminal import plain
@@ -32,47 +33,39 @@ class Door:
 
     def reset(self, task: int) -> "Episode":
         """A fresh episode. Raises WorldFault where the world raises."""
-        self.episode = Episode(self, self.guarded(self.env.reset, task))
+        with self.guarded():
+            own = self.env.reset(task)
+        self.episode = Episode(self, own)
         return self.episode
 
     def close(self) -> None:
         """Tell the world that its episode is not played on, where it wants to know."""
         if self.episode and hasattr(self.episode.own, "close"):
-            self.guarded(self.episode.own.close)
+            with self.guarded():
+                self.episode.own.close()
 
-    def guarded(self, function, *inputs):
-        """function(*inputs) of the world. Raises WorldFault where it raises."""
+    @contextmanager
+    def guarded(self):
+        """Around what the world does. Raises WorldFault where it raises."""
         try:
-            return function(*inputs)
+            yield
         except (Exception, SystemExit) as error:
-            raise self.fault(error) from error
+            told = f"the world raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            fault = WorldFault(f"task {self.task}: {told}")
+            fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
+            raise fault from error
 
-    async def awaited(self, result):
-        """What the world's coroutine returns. Raises WorldFault where it raises."""
-        try:
-            return await result
-        except (Exception, SystemExit) as error:
-            raise self.fault(error) from error
-
-    def fault(self, error) -> WorldFault:
-        told = str(error).split("\n")[0]
-        fault = WorldFault(f"task {self.task}: the world raised {type(error).__name__}: {told}")
-        fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
-        return fault
-
-    def refuse(self, field: str, found, expected: str) -> None:
-        """End the run: a field of what the world returned is not what it has to be."""
-        refuse(self.env, f"task {self.task}: {field}", found, expected)
+    def require(self, is_right: bool, field: str, found, expected: str) -> None:
+        """End the run where a field of what the world returned is not what it has to be."""
+        require(is_right, self.env, f"task {self.task}: {field}", found, expected)
 
     def number(self, field: str, found) -> float:
         value = number_of(found)
-        if value is None:
-            self.refuse(field, found, "a finite number")
+        self.require(value is not None, field, found, "a finite number")
         return value
 
     def truth(self, field: str, found) -> bool:
-        if number_of(found) not in (0.0, 1.0):
-            self.refuse(field, found, "True or False")
+        self.require(number_of(found) in (0.0, 1.0), field, found, "True or False")
         return bool(found)
 
 
@@ -81,41 +74,48 @@ class Episode:
 
     def __init__(self, door: Door, own):
         self.door, self.own = door, own
-        self.anchor = self.hashable("anchor", door.guarded(getattr, own, "anchor", None))
-        self.prompt = self.seen("prompt", door.guarded(getattr, own, "prompt"))
+        with door.guarded():
+            anchor, prompt = getattr(own, "anchor", None), own.prompt
+        self.anchor = self.hashable("anchor", anchor)
+        self.prompt = self.seen("prompt", prompt)
 
     def __getattr__(self, name: str):
         return getattr(self.own, name)
 
     async def opening(self) -> Seen:
         """The first user message of a conversation, once the other side has opened it."""
-        return self.seen("opening", await self.door.awaited(self.own.opening()))
+        with self.door.guarded():
+            words = await self.own.opening()
+        return self.seen("opening", words)
 
     async def leave(self) -> tuple[float, bool, float]:
         """(reward, success, score) of a conversation that ends here."""
-        reward, success, score = await self.door.awaited(self.own.leave())
+        with self.door.guarded():
+            reward, success, score = await self.own.leave()
         door = self.door
         return door.number("reward", reward), bool(success), door.number("score", score)
 
     def step(self, text: str):
         """(observation, reward, done, info) of an answer; of a world that has to be awaited,
         something to await."""
-        result = self.door.guarded(self.own.step, text)
+        with self.door.guarded():
+            result = self.own.step(text)
         return self.checked_later(result) if inspect.isawaitable(result) else self.checked(result)
 
     async def checked_later(self, result) -> tuple[Seen, float, bool, dict]:
-        return self.checked(await self.door.awaited(result))
+        with self.door.guarded():
+            result = await result
+        return self.checked(result)
 
     def checked(self, result) -> tuple[Seen, float, bool, dict]:
         """A step's result, of Python's own types; info with the keys that a Step has."""
         door = self.door
-        if not isinstance(result, tuple) or len(result) != 4:
-            door.refuse("step", result, "a tuple (observation, reward, done, info)")
+        is_step = isinstance(result, tuple) and len(result) == 4
+        door.require(is_step, "step", result, "a tuple (observation, reward, done, info)")
         observation, reward, done, info = result
-        if not isinstance(info, dict):
-            door.refuse("info", info, "a dict")
-        if missing := [name for name in NEEDED if name not in info]:
-            door.refuse("info", sorted(map(str, info)), f"the key {missing[0]!r}")
+        door.require(isinstance(info, dict), "info", info, "a dict")
+        for name in NEEDED:
+            door.require(name in info, "info", sorted(map(str, info)), f"the key {name!r}")
         told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
         told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
         told["anchor"] = self.hashable("info['anchor']", info.get("anchor"))
@@ -126,29 +126,26 @@ class Episode:
         try:
             hash(found)
         except TypeError:
-            self.door.refuse(field, found, "something hashable")
+            self.door.require(False, field, found, "something hashable")
         return found
 
     def seen(self, field: str, text) -> Seen:
         """Words, with the episode's picture beside them."""
-        if not isinstance(text, str):
-            self.door.refuse(field, text, "a str")
+        self.door.require(isinstance(text, str), field, text, "a str")
         seen = Seen(text)
         if getattr(self.door.env, "shows_pictures", False):
-            seen.picture = self.door.guarded(getattr, self.own, "picture")
-            if not isinstance(seen.picture, bytes):
-                self.door.refuse("picture", seen.picture, "the bytes of a PNG")
+            with self.door.guarded():
+                png = seen.picture = self.own.picture
+            self.door.require(isinstance(png, bytes), "picture", png, "the bytes of a PNG")
         return seen
 
 
-def refuse(env, what: str, found, expected: str) -> None:
-    """End the run with one line."""
-    name = getattr(env, "name", type(env).__name__)
-    sys.exit(
-        plain(
-            f"{name}: {what} is {type(found).__name__} {found!r}"[:300] + f", expected {expected}"
-        )
-    )
+def require(is_right: bool, env, what: str, found, expected: str) -> None:
+    """End the run with one line where something is not what it has to be."""
+    if not is_right:
+        name = getattr(env, "name", type(env).__name__)
+        told = f"{name}: {what} is {type(found).__name__} {found!r}"[:300]
+        sys.exit(plain(f"{told}, expected {expected}"))
 
 
 def number_of(found) -> float | None:
@@ -163,8 +160,7 @@ def number_of(found) -> float | None:
 def task_of(env, task) -> int:
     """A task's number as Python's int; exits with one line where it is none."""
     value = number_of(task)
-    if value is None or value != int(value):
-        refuse(env, "a task", task, "a whole number")
+    require(value is not None and value.is_integer(), env, "a task", task, "a whole number")
     return int(task)
 
 
@@ -172,9 +168,8 @@ def summary_of(env) -> dict[str, float]:
     """What the world has to say of the episodes since the last call, as numbers; {} where it says
     nothing. Exits with one line where a value is no number."""
     found = env.summary() if hasattr(env, "summary") else {}
-    if not isinstance(found, dict):
-        refuse(env, "summary()", found, "a dict of numbers")
-    for key, value in found.items():
-        if number_of(value) is None:
-            refuse(env, f"summary()[{key!r}]", value, "a finite number")
-    return {str(key): number_of(value) for key, value in found.items()}
+    require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
+    numbers = {key: number_of(value) for key, value in found.items()}
+    for key, number in numbers.items():
+        require(number is not None, env, f"summary()[{key!r}]", found[key], "a finite number")
+    return {str(key): number for key, number in numbers.items()}

@@ -48,24 +48,23 @@ def first_opens(run) -> None:
     auto = run_args.resume == "auto"
     if auto:
         run_args.resume = str(find_run(args, script) or "")
-        found = "nothing to go on with, a new run"
-        if run_args.resume:
-            found = f"goes on with {run_args.resume}"
+        resume = run_args.resume
+        found = f"goes on with {resume}" if resume else "nothing to go on with, a new run"
         terminal.say(f"--resume auto: {found}")
 
+    resume, starts, start = run_args.resume, [], provenance(args, run.model_path, run.env)
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = Path(run_args.resume or Path(run_args.runs_dir, name))
-    if run_args.override and not run_args.resume and not auto:
+    path = Path(resume or Path(run_args.runs_dir, name))
+    is_there = os.path.isfile(path / "args.json")
+    if run_args.override and not resume and not auto:
         refuse("override", " ".join(run_args.override), "it is for a run that --resume takes up")
-    if run_args.resume and not os.path.isfile(path / "args.json"):
-        sys.exit(f"--resume {run_args.resume}: no run there (it has no args.json)")
-    if not run_args.resume and (path / "args.json").exists():
+    if resume and not is_there:
+        sys.exit(f"--resume {resume}: no run there (it has no args.json)")
+    if is_there and not resume:
         there = f"{path} has a run already; --resume {path} goes on with it"
         sys.exit(f"--run-name {run_args.run_name}: {there}")
-
-    starts, start = [], provenance(args, run.model_path, run.env, run.eval_env)
-    if run_args.resume:
-        refuse_others(path)
+    refuse_others(path)
+    if resume:
         try:
             saved, starts = record_of(path)
         except DamagedError as error:
@@ -74,10 +73,9 @@ def first_opens(run) -> None:
 
     with told_when_full(path):
         made = [each for each in (path, path / "checkpoints") if not each.exists()]
-        refuse_others(path)
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         run.lock, run.path = lock(path), path
-        run.began = [] if run_args.resume else made  # unmade again where nothing begins
+        run.began = [] if resume else made  # unmade again where nothing begins
     wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
     run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
     if run_args.track or "WANDB_SWEEP_ID" in os.environ:
@@ -94,12 +92,8 @@ def record_of(path: Path) -> tuple[dict, list[dict]]:
         file = path / "run.json"
         starts = read_json(file)["starts"]
         for start in (*starts, starts[0]):  # there is one
-            texts = (
-                start["script"],
-                start["wandb_id"],
-                *(start["hashes"][name] or "" for name in TOLD),
-            )
-            "".join(texts)
+            hashes = [start["hashes"][name] or "" for name in TOLD]
+            "".join([start["script"], start["wandb_id"], *hashes])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"{file} is missing, or is not what a run writes") from error
     return flags, starts
@@ -140,25 +134,21 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
     if lost := lost_flags(saved, args):
         began = f"another version of {script}.py began this run with {', '.join(lost)}"
         sys.exit(f"--resume {path}: {began}, which this one does not have")
-
-    differ = []
-    for name, value in ours.items():
-        if name not in FREE and name not in override and value != saved.get(name):
-            differ.append(f"--{name.replace('_', '-')} {value}, was {shown(saved.get(name))}")
+    differ = [
+        f"--{name.replace('_', '-')} {value}, was {shown(saved.get(name))}"
+        for name, value in ours.items()
+        if name not in FREE and name not in override and value != saved.get(name)
+    ]
     if differ:
         advice = "give its flags, or name them in --override"
         sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
 
     # only these flags, where they are named, let the files and tasks be others
-    world = vars(args.world).keys()
-    bears = {
-        "model": {"model"},
-        "data": world,
-        "panel": {*world, "eval_set", "eval_tasks", "max_steps"},
-    }
+    world = {*vars(args.world)}
+    bears = {"model": {"model"}, "data": world}
+    bears["panel"] = world | {"eval_set", "eval_tasks", "max_steps"}
     for what, words in TOLD.items():
-        same = starts[-1]["hashes"][what] == start["hashes"][what]
-        if not same and not override & bears[what]:
+        if starts[-1]["hashes"][what] != start["hashes"][what] and not override & bears[what]:
             other = f"{words.format(args.model)} are not those that the run began with"
             sys.exit(f"--resume {path}: {other} (their hash differs)")
 
@@ -170,15 +160,14 @@ def lost_flags(saved: dict, args) -> list[str]:
 
 
 def refuse_others(path: Path) -> None:
-    """Exit where something else is in the place of a file that a run reads or writes: nothing is
-    written through a link to another place."""
-    files = [*path.glob("*.json*"), *path.glob(".*.draft"), path / "curve.png", path / "lock"]
-    places = {file: (Path.is_file, "a file") for file in files}
-    for name in ("checkpoints", "exported", "engine"):
-        places[path / name] = Path.is_dir, "a directory"
-    for place, (is_right, what) in places.items():
-        if os.path.lexists(place) and (place.is_symlink() or not is_right(place)):
-            sys.exit(f"{place}: a link, a pipe or something else in the place of {what}; remove it")
-    for link in (path / "policy", path / "prm", path / "critic", path / "best"):
-        if os.path.lexists(link) and not link.is_symlink():
-            sys.exit(f"{link}: something else in the place of a link; move it away")
+    """Exit where something else is in the place of what a run reads or writes: nothing is written
+    through a link to another place."""
+    kinds = dict.fromkeys(("policy", "prm", "critic", "best"), "link")
+    kinds |= dict.fromkeys(("checkpoints", "exported", "engine"), "directory")
+    kinds |= dict.fromkeys((".json", ".jsonl", ".draft", ".damaged", "curve.png", "lock"), "file")
+    for place in path.glob("*"):
+        wanted = kinds.get(place.name) or kinds.get(place.suffix)
+        found = "directory" if place.is_dir() else "file" if place.is_file() else "pipe"
+        found = "link" if place.is_symlink() else found
+        if wanted and found != wanted:
+            sys.exit(f"{place}: a {found} in the place of a {wanted}; move it away")

