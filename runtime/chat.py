@@ -1,71 +1,110 @@
 """The token layout of a conversation, taken once from the tokenizer's chat template."""
 
+import copy
+import re
 import sys
 from functools import partial
 
 from runtime.data import Context, joined
 
+from tokenizers import AddedToken
+
+MARK = "\ufdd0"  # a token of a copy of the tokenizer alone: what follows it does not begin a text
+
 
 class Chat:
     """Tokens of prompts, observations and answers; a picture stands before the words beside it.
 
-    A template's token in the environment's words does not become control; nothing that was sampled
-    is tokenised again. processor: the model's PictureProcessor, where the world shows pictures.
-    ValueError where the template has no such layout."""
+    They are those of the whole template's text: words are tokenised together with what the template
+    writes around them, up to its control tokens. A template's token in the environment's words does
+    not become control; nothing that was sampled is tokenised again, so past thoughts stay.
+    processor: the model's PictureProcessor, where the world shows pictures. options: the template's
+    own variables, {name: value}. ValueError where the template has no such layout."""
 
-    def __init__(self, tokenizer, stop_ids: list[int], processor=None):
+    def __init__(self, tokenizer, stop_ids: list[int], processor=None, options: dict | None = None):
         self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
+        self.apply = partial(tokenizer.apply_chat_template, tokenize=False, **options or {})
         marks = ["<mark one>", "<mark two>", "<mark three>"]
-        roles = ["user", "assistant", "user"]
-        turns = [{"role": role, "content": mark} for role, mark in zip(roles, marks)]
-        layout = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-
+        layout, padded = self.layout(marks), self.layout([f" {marks[0]}\n", *marks[1:]])
+        self.trims = layout == padded
         if any(layout.count(mark) != 1 for mark in marks):
             raise ValueError("it does not write each message once, as it is")
-        head, rest = layout.split(marks[0])
-        between, answer = rest.split(marks[1])[1].split(marks[2])
+        head, header, between, answer = re.split("|".join(marks), layout)
         if not between or not answer:
             raise ValueError("nothing in it tells where an answer begins and ends")
-        self.encode = partial(tokenizer.encode, add_special_tokens=False)
-        self.head, self.between, self.answer = map(self.encode, (head, between, answer))
-        if processor:
-            self.before, self.after = self.picture_frame(head, marks[0])
+        opened = re.search(r"<\w+>\s*$|$", answer)[0]  # <think> that a past answer does not get
+        self.opened = "" if header.rstrip().endswith(opened.rstrip()) else opened
 
-    def picture_frame(self, head: str, mark: str) -> tuple[list[int], list[int]]:
+        self.copy, frames = copy.deepcopy(tokenizer), head + header + between
+        added = [t for t in self.copy.added_tokens_decoder.values() if t.content in frames]
+        control = [t for t in added if re.search(r"\w", t.content)]  # Gemma has one of line breaks
+        for added in control:  # R1's are not special, and would be found in words
+            added.special = True
+        strips = any(added.rstrip for added in control)
+        self.copy.add_tokens(control, special_tokens=True)
+        self.copy.add_tokens(AddedToken(MARK, rstrip=strips, normalized=False, special=False))
+
+        token = "|".join(re.escape(added.content) for added in control) or "(?!)"
+        upto = re.compile(f"(.*(?:{token}))?(.*)", re.S)
+        head, self.head_words = upto.fullmatch(head).groups("")
+        between, self.between_words = upto.fullmatch(between).groups("")
+        self.answer_words, answer = re.fullmatch(f"(.*?)((?:{token}).*)?", answer, re.S).groups("")
+        self.head, self.between = self.encode(head), self.encode(between, after="x")
+        self.answer = self.encode(answer)
+        if processor:
+            self.before, self.after = self.picture_frame()
+
+    def layout(self, contents: list) -> str:
+        """What the template writes of user, assistant, user, ... and where an answer begins."""
+        roles = ["user", "assistant"] * len(contents)
+        turns = [{"role": role, "content": content} for role, content in zip(roles, contents)]
+        return self.apply(turns, add_generation_prompt=True)
+
+    def encode(self, text: str, after: str = "", words: bool = False) -> list[int]:
+        """The ids of a text that follows another one; in words control tokens are plain text."""
+        ids = partial(self.copy.encode, add_special_tokens=False, split_special_tokens=words)
+        return ids(after + text)[len(ids(after)) :]
+
+    def picture_frame(self) -> tuple[list[int], list[int]]:
         """What the template has before and after the token that stands for a picture."""
-        content = [{"type": "image"}, {"type": "text", "text": mark}]
-        turn = {"role": "user", "content": content}
-        layout = self.tokenizer.apply_chat_template([turn], tokenize=False)
-        ids = self.encode(layout.removeprefix(head).split(mark)[0])
-        if ids.count(self.processor.image_token) != 1 or not layout.startswith(head):
+        pictured = self.layout([[{"type": "image"}, {"type": "text", "text": "<mark>"}]])
+        head = self.layout(["<mark>"]).split("<mark>")[0]
+        ids = self.encode(pictured.removeprefix(head).split("<mark>")[0])
+        if ids.count(self.processor.image_token) != 1 or not pictured.startswith(head):
             none = "its chat template has no place for a picture"
             sys.exit(f"--model {self.processor.model}: {none}")
         place = ids.index(self.processor.image_token)
         return ids[:place], ids[place + 1 :]
 
-    def message(self, text: str) -> list[int]:
-        """A picture, if the text has one (runtime.data.Seen), its words, and what follows until the
-        agent answers."""
+    def message(self, before: str, text: str, after: str) -> list[int]:
+        """The words that the template writes before a text, the text, with the picture beside it if
+        it has one (runtime.data.Seen), and what follows until the agent answers."""
         picture = getattr(text, "picture", None)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
-        words = self.encode(text, split_special_tokens=True)
+        text = (text.strip() if self.trims else text).replace(MARK, "\ufffd") + self.answer_words
         if picture is None:
-            return words + self.answer
+            return self.encode(before + text, after, words=True) + self.answer
         shown = Context(self.processor.tokens(picture), [(0, picture)])
-        return joined([self.before, shown, self.after + words + self.answer])
+        words = self.encode(text, MARK, words=True)
+        before = self.encode(before, after, words=True) + self.before
+        return joined([before, shown, self.after + words + self.answer])
 
     def prompt(self, text: str) -> list[int]:
         """From the start to where the agent answers."""
-        return joined([self.head, self.message(text)])
+        after = MARK if self.head else ""
+        return joined([self.head, self.message(self.head_words, text, after)])
 
     def observation(self, text: str, action: list[int]) -> list[int]:
         """From the end of an action, whose stop token is not fed twice, to where the agent answers
         again."""
-        stopped = action[-1] == self.between[0]
-        return joined([self.between[stopped:], self.message(text)])
+        stopped = action[-1] in self.stop_ids and action[-1] in self.between
+        rest = self.between[self.between.index(action[-1]) + 1 if stopped else 0 :]
+        after = MARK if self.between else "x"
+        return joined([rest, self.message(self.between_words, text, after)])
 
     def response(self, action: list[int]) -> str:
-        """The text of an action, without its stop token."""
+        """The text of an action, without its stop token, with the tag that the prompt opened."""
         if self.processor:
             self.processor.refuse_sampled(action)
-        return self.tokenizer.decode(action[:-1] if action[-1] in self.stop_ids else action)
+        ids = action[:-1] if action[-1] in self.stop_ids else action
+        return self.opened + self.tokenizer.decode(ids)

@@ -1,6 +1,7 @@
 """The flags of a run, what values every flag may have, and reading the command line."""
 
 import ast
+import json
 import math
 import sys
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -50,11 +51,26 @@ class RunArgs:
     keep: int = 2  # Number of latest checkpoints that are kept; the best evaluation's is kept too.
     processes: int = 1
     """Number of processes that the launcher started (docs/many-gpus.md); another one is refused."""
+    chat_template_kwargs: str = ""
+    """Variables of --model's chat template, a JSON object: '{"enable_thinking": false}'."""
     trust_remote_code: bool = False
     """Run the Python code that comes with --model; without this flag such a model is refused."""
     quiet: bool = False  # Print only warnings and errors.
     track: bool = False
     """Log to Weights & Biases too (WANDB_MODE=offline works); an agent of a sweep always does."""
+
+
+class JsonObject(Text):
+    """A JSON object, on one line."""
+
+    def refusal(self, text: str) -> str:
+        """What is wrong with this text, or nothing."""
+        try:
+            valid = isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError):
+            valid = False
+        wrong = "" if valid else """has to be a JSON object, as '{"enable_thinking": false}'"""
+        return super().refusal(text) or wrong
 
 
 # What the value of a flag may be, of every script and world. A flag of your own, which is not here,
@@ -88,6 +104,7 @@ TABLE = {
         partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
         eval_judge_url eval_judge_model""",
     Text(component=True): "run_name",
+    JsonObject(): "chat_template_kwargs",
 }
 RANGES = {name: values for values, names in TABLE.items() for name in names.split()}
 OWN = {  # of a flag that is not in the table

@@ -5,9 +5,12 @@ A weight that a file lacks is not drawn at random.
 
 import json
 import signal
+from datetime import datetime
 from pathlib import Path
 
 from runtime.chat import Chat
+from runtime.distributed import processes
+from runtime.flags import refuse
 from runtime.view import terminal
 
 import torch
@@ -176,10 +179,12 @@ def stop_ids_of(model, tokenizer) -> list[int]:
 
 def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat:
     """The layout of a conversation; ModelError where no template can be used. Where nothing ends an
-    answer, the mark that the template has there does, which is said."""
+    answer, the mark that the template has there does; that is said, and also where the template has
+    another end than the model."""
     if not tokenizer.chat_template:
         missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
         raise ModelError(f"{missing}: take an instruct model, or add one")
+    options = template_options(tokenizer)
 
     def stop(*_):
         raise TimeoutError("it took longer than 5 s")
@@ -187,20 +192,48 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(5)
     try:
-        chat = Chat(tokenizer, stop_ids, processor)
+        chat = Chat(tokenizer, stop_ids, processor, options)
     except Exception as error:  # a template is a program, and may do anything
-        raise ModelError(f"its chat template cannot be used ({first_line(error)})") from error
+        unusable = f"its chat template cannot be used ({first_line(error)})"
+        if type(error).__name__ == "TemplateError":  # it has refused the messages
+            needs = "takes user and assistant in turn, without a system message"
+            unusable += f"; edit it so that it {needs}"
+        raise ModelError(unusable) from error
     finally:
         signal.alarm(0)
+
+    added = set(tokenizer.get_added_vocab().values())
+    marks = [token for token in chat.between if token in added]
+    mark = tokenizer.convert_ids_to_tokens(marks[0]) if marks else "no token"
     if not stop_ids:
-        mark = tokenizer.convert_ids_to_tokens(chat.between[:1])
-        if not mark or mark[0] not in tokenizer.get_added_vocab():
+        if not marks:
             none = "no end-of-text token (eos_token of tokenizer_config.json)"
             raise ModelError(f"{none}, and no mark of its chat template ends an answer")
-        chat.stop_ids = chat.between[:1]
-        taken = f"an answer ends with {mark[0]}, as in its chat template"
+        chat.stop_ids = marks[:1]
+        taken = f"an answer ends with {mark}, as in its chat template"
         terminal.warn(f"--model {name} names no end-of-text token; {taken}")
+    elif not {*stop_ids} & {*chat.between}:
+        ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(stop_ids)))
+        there = f"its tokenizer ends an answer with {ends}, its chat template with {mark}"
+        long = "answers may go on to --max-action-tokens"
+        terminal.warn(f"--model {name}: {there}; {long}, unless eos_token names the template's")
     return chat
+
+
+def template_options(tokenizer) -> dict:
+    """What this process's run gives to the chat template: --chat-template-kwargs, and the date on
+    which the run began, which is the same when it is taken up later."""
+    from runtime.ending import current  # which imports this module
+
+    if not current:
+        return {}
+    (run,) = current
+    given = run.args.run_args.chat_template_kwargs
+    options = json.loads(given or "{}")
+    if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
+        refuse("chat_template_kwargs", given, f"--model's chat template reads no {unread[0]}")
+    began = processes.broadcast(run.starts[0]["time"] if run.starts else None)
+    return {"strftime_now": datetime.fromisoformat(began).strftime} | options
 
 
 def first_line(error: Exception) -> str:

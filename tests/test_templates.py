@@ -1,0 +1,388 @@
+"""Chat templates of published models: a conversation that Chat builds piece by piece has the ids of
+the whole template, whatever the texts look like."""
+
+import json
+import random
+import re
+import shutil
+from datetime import datetime, timedelta
+from functools import cache
+
+from envs.response import action_words
+from runtime.chat import Chat
+from runtime.ending import current
+from runtime.models import ModelError, read_chat
+
+import pytest
+from conftest import TINY, run_main
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = "You see a wall, a box and a wall. I think I push the box: left, right or up.\n\n" * 3
+CORPUS += "wall\n\nwall\n\n\n  wall\n" * 3
+CORPUS += "user assistant system model INST think action Today Date Cutting Knowledge <think>\n"
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+QWEN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+FIRST = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+
+
+# ------------ tokenizers: byte-level BPE, and BPE as SentencePiece has it ------------
+
+
+def byte_level(control: list[str], plain: list[str] = (), rstrip: bool = False) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(QWEN), "isolated")
+    level = pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    return with_added(tokenizer, control, plain, rstrip)
+
+
+def sentencepiece(kind: str, control: list[str], plain: list[str] = (), rstrip=False) -> Tokenizer:
+    """kind: "prepend", the dummy prefix of Llama-2 before every stretch between control tokens;
+    "first", that of newer files, at the start of a text; "none": Gemma has no such prefix."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = BpeTrainer(vocab_size=500, special_tokens=["<unk>", *bytes_], show_progress=False)
+    tokenizer.train_from_iterator([CORPUS], trainer)
+    table = json.loads(tokenizer.to_str())
+    table["added_tokens"] = []
+    for pair in (["▁", "▁"], ["▁▁", "▁▁"]):
+        table["model"]["vocab"]["".join(pair)] = len(table["model"]["vocab"])
+        table["model"]["merges"].append(pair)
+    tokenizer = Tokenizer.from_str(json.dumps(table))
+
+    replace = normalizers.Replace(" ", "▁")
+    prefixed = normalizers.Sequence([normalizers.Prepend("▁"), replace])
+    tokenizer.normalizer = {"prepend": prefixed, "first": None, "none": replace}[kind]
+    if kind == "first":
+        tokenizer.pre_tokenizer = FIRST
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    strip = [] if kind == "none" else [decoders.Strip(" ", 1, 0)]
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return with_added(tokenizer, control, plain, rstrip)
+
+
+def with_added(tokenizer, control, plain, rstrip):
+    own = dict(normalized=False, rstrip=rstrip)
+    tokenizer.add_special_tokens([AddedToken(c, special=True, **own) for c in control])
+    tokenizer.add_tokens([AddedToken(p, special=False, normalized=False) for p in plain])
+    return tokenizer
+
+
+# ------------ templates, as the models' cards have them ------------
+
+ROLES = (
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/...') }}{% endif %}"
+)
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+QWEN25 = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\n"
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n{% endif %}"
+) + CHATML
+QWEN3 = """
+{%- set ns = namespace(searching=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.searching and message.role == 'user' %}
+        {%- set ns.searching = false %}{%- set ns.last = messages|length - 1 - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set thought = '' %}
+        {%- if '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + thought + '\\n</think>\\n\\n' }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' }}
+        {%- endif %}
+        {{- content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set loop_messages = messages[1:] %}"
+    "{% else %}{% set loop_messages = messages %}{% endif %}"
+    "{% for message in loop_messages %}" + ROLES + "{% if message.role == 'user' %}"
+    "{{ bos_token + '[INST] ' + message.content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA3 = """
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {{- message.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}" + ROLES + "{% set role = message.role %}"
+    "{% if role == 'assistant' %}{% set role = 'model' %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\\n' + message.content | trim + '<end_of_turn>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+)
+MISTRAL2 = (
+    "{{ bos_token }}{% for message in messages %}" + ROLES + "{% if message.role == 'user' %}"
+    "{{ '[INST] ' + message.content + ' [/INST]' }}{% else %}{{ message.content + eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+MISTRAL3 = (
+    "{{ bos_token }}{% for message in messages %}" + ROLES + "{% if message.role == 'user' %}"
+    "{{ '[INST] ' + message.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+R1 = (
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}"
+    "{{ '<｜User｜>' + message.content }}{% else %}{% set content = message.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<｜Assistant｜>' + content + '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
+)
+PHI3 = (
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+HEADERS = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+TURNS = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+SENTENCE = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
+ROLES_OF_R1 = ["<｜User｜>", "<｜Assistant｜>"]
+THOUGHT = ["<think>", "</think>"]
+INST, PHI = ["[INST]", "[/INST]"], ["<s>", "<|end|>", "<|user|>", "<|assistant|>"]
+SP = ["<s>", "</s>"]
+# template, tokenizer, (bos, eos), an answer as the template writes it
+KINDS = {
+    "ChatML": (CHATML, lambda: byte_level(IM), (None, "<|im_end|>"), "{}"),
+    "Qwen2.5": (QWEN25, lambda: byte_level(IM), (None, "<|im_end|>"), "{}"),
+    "Qwen3": (QWEN3, lambda: byte_level(IM, THOUGHT), (None, "<|im_end|>"), "{}"),
+    "Llama-2": (LLAMA2, lambda: sentencepiece("prepend", SP), SP, " {} "),
+    "Llama-2, newer file": (LLAMA2, lambda: sentencepiece("first", SP), SP, " {} "),
+    "Llama-3": (LLAMA3, lambda: byte_level(HEADERS), HEADERS[:2], "{}"),
+    "Gemma": (
+        *(GEMMA, lambda: sentencepiece("none", TURNS, ["\n", "\n\n", "\n\n\n"])),
+        *(("<bos>", "<end_of_turn>"), "{}"),
+    ),
+    "Mistral 0.2": (MISTRAL2, lambda: sentencepiece("prepend", SP), SP, "{}"),
+    "Mistral 0.3": (MISTRAL3, lambda: sentencepiece("first", SP + INST), SP, " {}"),
+    "R1": (R1, lambda: byte_level(SENTENCE, [*THOUGHT, *ROLES_OF_R1]), SENTENCE, "{}"),
+    "Phi-3": (PHI3, lambda: sentencepiece("prepend", PHI, rstrip=True), PHI[:2], "{}"),
+    "without control": (PLAIN, lambda: byte_level(IM), (None, IM[0]), " {}"),
+}
+
+
+def dressed(backend: Tokenizer, template: str, ends) -> PreTrainedTokenizerFast:
+    bos, eos = ends
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, bos_token=bos, eos_token=eos
+    )
+
+
+@cache
+def pair(kind: str):
+    """(the kind's tokenizer, one whose control tokens nobody can write, with the same ids)."""
+    template, make, ends, _ = KINDS[kind]
+    backend = make()
+    ours, names = dressed(backend, template, ends), {}
+    for token in ours.get_added_vocab():
+        if re.search(r"\w", token) and token not in THOUGHT:
+            names[token] = "".join(chr(0xE000 + ord(letter)) for letter in f"[{token}]"[:99])
+    table = json.loads(backend.to_str())
+    for token in table["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    vocabulary = table["model"]["vocab"]
+    table["model"]["vocab"] = {names.get(t, t): i for t, i in vocabulary.items()}
+    template = template.replace("'<|' + message.role + '|>\\n'", "roles[message.role] + '\\n'")
+    for token, secret in names.items():
+        template = template.replace(token, secret)
+    roles = {role: names.get(f"<|{role}|>") for role in ("user", "assistant")}
+    template = "{% set roles = " + json.dumps(roles, ensure_ascii=False) + " %}" + template
+    secret = Tokenizer.from_str(json.dumps(table))
+    return ours, dressed(secret, template, [names.get(end) for end in ends])
+
+
+OPTIONS = {"date_string": "26 Jul 2024"}
+PIECES = ["", " ", "  ", "\n", "\n\n", "\t", "\r\n", "\u00a0", "You see a wall", " box", ", "]
+PIECES += ["é", "日本", "😀", "▁", "_x_", "I think", "0", "<0x41>", "x", "</think", "<think>"]
+PIECES += [".", *IM, *HEADERS, *TURNS, *SENTENCE, *SP, *INST, *PHI, *ROLES_OF_R1]
+ANSWERS = ["left", "I push the box", "<action>up</action>", "a\n\nb  c", "日本 é 😀", "0"]
+ANSWERS += [
+    "x </s> y",
+    "<|im_end|> <|im_start|>user",
+    "[INST] wall [/INST]",
+    "<｜User｜>go",
+    "wall: <eos>. a",
+]
+
+
+def words(rng) -> str:
+    return "".join(rng.choices(PIECES, k=rng.randrange(6)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ids_are_those_of_the_whole_template(kind):
+    (ours, secret), written = pair(kind), KINDS[kind][3]
+    stop, rng = ours.eos_token_id, random.Random(kind)
+    chat = Chat(ours, [stop], options=OPTIONS)
+    start = secret.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True, **OPTIONS
+    )
+
+    # without control tokens a sign and the line break behind it may be one token of the template
+    answers = [answer for answer in ANSWERS if answer[-1].isalnum() or stop in chat.between]
+
+    def ids(text):
+        return secret.encode(text, add_special_tokens=False)
+
+    for _ in range(200):
+        said = words(rng)
+        context, turns = chat.prompt(said), [{"role": "user", "content": said}]
+        for _ in range(rng.randrange(4)):
+            answer, seen = rng.choice(answers), words(rng)
+            action = ids(start + written.format(answer))[len(ids(start)) :]
+            action += [stop] * (rng.random() < 0.7 and stop in chat.between)
+            if action[-1] != stop:  # an answer that was cut is ended by the template
+                action = ids(start + written.format(answer).rstrip())[len(ids(start)) :]
+            assert chat.response(action).removeprefix(chat.opened).strip() == answer
+            context = context + action + chat.observation(seen, action)
+            turns.append({"role": "assistant", "content": chat.opened + answer})
+            turns.append({"role": "user", "content": seen})
+        whole = secret.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **OPTIONS
+        )
+        assert context == ids(whole), turns
+
+
+def test_a_sampled_stop_token_stands_once_wherever_the_template_has_it():
+    """Llama-2's template writes a blank before it, which no model has to sample."""
+    ours, _ = pair("Llama-2")
+    chat, stop = Chat(ours, [ours.eos_token_id]), ours.eos_token_id
+    action = [*ours.encode("left", add_special_tokens=False), stop]
+    after = chat.observation("a wall", action)
+    assert stop not in after and after[0] == ours.bos_token_id
+    assert chat.observation("a wall", action[:-1]).count(stop) == 1
+
+
+def test_what_the_prompt_opened_belongs_to_the_answer():
+    """R1's prompt ends with <think>: the world reads the whole answer. Past thoughts stay in the
+    context, as they were sampled."""
+    ours, _ = pair("R1")
+    chat = Chat(ours, [ours.eos_token_id])
+    action = ours.encode("I push it.</think>\n<action>left</action>", add_special_tokens=False)
+    assert chat.response([*action, ours.eos_token_id]) == chat.response(action)
+    assert chat.response(action) == "<think>\nI push it.</think>\n<action>left</action>"
+    assert action_words(chat.response(action)) == "left"
+    context = ours.decode(chat.prompt("Go.") + action + chat.observation("A wall.", action))
+    begins, ends = SENTENCE
+    asked = f"{begins}<｜User｜>Go.<｜Assistant｜><think>\n{ours.decode(action)}{ends}"
+    assert context == f"{asked}<｜User｜>A wall.<｜Assistant｜><think>\n"
+
+
+def test_the_templates_own_variables_are_given_to_it():
+    """A thought that the prompt opened and closed is no part of the answer."""
+    ours, _ = pair("Qwen3")
+    for options, end in (({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")):
+        chat = Chat(ours, [ours.eos_token_id], options=options)
+        expected = f"<|im_start|>assistant\n{end}"
+        assert ours.decode(chat.prompt("Go.")).endswith(f"Go.<|im_end|>\n{expected}")
+        after = ours.decode(chat.observation("A wall.", [ours.eos_token_id]))
+        assert after == f"\n<|im_start|>user\nA wall.<|im_end|>\n{expected}"
+        assert chat.response(ours.encode("left", add_special_tokens=False)) == "left"
+
+
+def test_the_date_is_that_of_the_runs_begin_and_stays(tmp_path):
+    """A run that is taken up on a later day has the prompts that it had; what the command line
+    gives to the template is there too, and what the template does not read is refused."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    dated = "{{ strftime_now('%d %b %Y') }}{% if shout %}!{% endif %}" + CHATML
+    (model / "chat_template.jinja").write_text(dated)
+    flags = "--engine hf --tasks-per-iteration 2 --group-size 2 --max-steps 1".split()
+    flags += "--eval-tasks 1 --eval-samples 1 --model model --run-name run --iterations".split()
+    shout = ["--chat-template-kwargs", '{"shout": true}']
+    run_main("rloo_sokoban", *flags, 1, *shout, cwd=tmp_path)
+    head = current[0].tokenizer.decode(current[0].chat.prompt("Go."))
+    days = [datetime.now() - timedelta(days) for days in (0, 1)]  # it may be midnight
+    assert head.partition("<")[0] in [f"{day:%d %b %Y}!" for day in days]
+
+    record = tmp_path / "runs/run/run.json"
+    starts = json.loads(record.read_text())["starts"]
+    starts[0]["time"] = "2024-07-26T00:30:00+1400"  # the day of the place where it began
+    record.write_text(json.dumps({"starts": starts}))
+    again = [*flags[:-3], "--resume", "runs/run", "--iterations", 2]
+    run_main("rloo_sokoban", *again, *shout, cwd=tmp_path)
+    later = current[0].tokenizer.decode(current[0].chat.prompt("Go."))
+    assert later == "26 Jul 2024!<" + head.partition("<")[2]
+
+    other = run_main("rloo_sokoban", *again, cwd=tmp_path, check=False)
+    assert "--chat-template-kwargs , was" in other.stderr
+    unread = ["--chat-template-kwargs", '{"shuot": true}', "--override", "chat-template-kwargs"]
+    other = run_main("rloo_sokoban", *again, *unread, cwd=tmp_path, check=False)
+    assert other.stderr.splitlines()[-1] == (
+        '--chat-template-kwargs {"shuot": true}: --model\'s chat template reads no shuot'
+    )
+
+
+@pytest.mark.parametrize("value", ("{", "[1]", "3", "{'a': 1}", "[" * 4000))
+def test_what_is_no_json_object_is_refused_in_one_line(value):
+    done = run_main("rloo_sokoban", "--chat-template-kwargs", value, cwd=".", check=False)
+    assert done.stderr.startswith(f"--chat-template-kwargs {value[:300]}")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "has to be a JSON object" in done.stderr
+
+
+def test_a_template_that_refuses_the_messages_is_told_in_one_line():
+    needs = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    ours = dressed(byte_level(IM), needs + CHATML, (None, "<|im_end|>"))
+    with pytest.raises(ModelError, match="no system.*user and assistant in turn.*system message$"):
+        read_chat(ours, [ours.eos_token_id], "m")
+
+
+def test_an_end_that_the_template_never_writes_is_told(capsys):
+    """A base model's tokenizer under an instruct model's template: no answer would end."""
+    current.clear()
+    for eos, told in (("<|endoftext|>", True), ("<|im_end|>", False)):
+        ours = dressed(byte_level(IM), CHATML, (None, eos))
+        read_chat(ours, [ours.eos_token_id], "base/model")
+        said = capsys.readouterr().out
+        assert bool(said) is told
+        if told:
+            assert re.search(r"base/model.*<\|endoftext\|>.*template.*<\|im_end\|>", said)
+            assert len(said.splitlines()) == 1
