@@ -220,12 +220,13 @@ def check_flags(path: Path, sweep: dict, args) -> None:
     fixed = [*map(str, sweep.get("command") or COMMAND)]  # what it gives to every run
     program = "${program}" if "${program}" in fixed else sweep["program"]
     fixed = [word for word in fixed[fixed.index(program) + 1 :] if word != "${args}"]
-    for word in (*fixed, *args.more):
+    given = [(f"{path}: command: ", word) for word in fixed] + [("", word) for word in args.more]
+    for where, word in given:
         name = name_of(word).removeprefix("no_")
         if word.startswith("--") and name in PLACED:
-            sys.exit(f"{word}: {placed(name)}")
+            sys.exit(f"{where}{word}: {placed(name)}")
         if word.startswith("--") and name in parameters:
-            sys.exit(f"{word}: {path} has {name} among its parameters; only one of them can count")
+            sys.exit(f"{where}{word}: {path} has {name} as a parameter; only one of them can count")
     if not (flags := flags_of_program(ROOT / sweep["program"])):
         return
     words = [f"--{name}={value}" for name, p in sweep["parameters"].items() for value in ends_of(p)]
@@ -371,10 +372,12 @@ def text_of(sweep: dict) -> str | None:
 
 
 def job_of(sweep: dict, row: int, config: dict, seed: int, more: list[str]) -> Job:
+    """A job, whose name depends on what is run alone: not on the order of the parameters, nor on
+    the other rows."""
+    config = dict(sorted(config.items()))
     words = [*command_of(sweep, config), *more]
-    varied = {name: config[name] for name in varied_in(sweep)}
     told = "-".join(f"{name}-{value:.3g}" if isinstance(value, float) else f"{name}-{value}"
-                    for name, value in varied.items())  # fmt: skip
+                    for name, value in config.items())  # fmt: skip
     told = re.sub(r"[^\w.+-]", "_", told, flags=re.ASCII)[:60]
     job = Job(row, config, seed, "", words)
     name = f"{told}-{digest(job.command, sweep['text'])}-seed-{seed}"

@@ -214,8 +214,8 @@ def run_rows(runner: Runner, rows: list[dict], args) -> None:
     runner.total = len(jobs)
     found = sum(map(bool, map(runner.result_of, jobs)))
     if others := len(runner.results) - found:
-        told = "of other rows or seeds, another program, command or metric; the table has none"
-        print(f"{others} stored results are {told}")
+        told = "of other rows, seeds, commands, metrics or texts of the program"
+        print(f"stored results that the table leaves out, {told}: {others}")
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(runner.run, jobs))
 
