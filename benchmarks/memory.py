@@ -29,9 +29,7 @@ from runtime.memory import (
     GIB,
     Setting,
     Shape,
-    checkpoint_size,
     fitting,
-    flags_for,
     kept_by_layer,
     needed,
     predict,
@@ -250,14 +248,27 @@ def fitting_lines() -> list[str]:
         cells = []
         for cards in (1, 8):
             start = Setting(tokens, 0.25, 0, PRM_RANK, cards=cards)
-            found = fitting(shape_named(name), start, CARD, gpu=True, longest=tokens)
-            flags = "none"
+            shape, flags = shape_named(name), "as they are"
+            found = ("", start)
+            if needed(shape, start, gpu=True) > CARD:
+                found = fitting(shape, start, CARD, gpu=True, longest=tokens)
+                flags = found[0] if found else "none"
             if found:
-                flags = flags_for(found, start) or "as they are"
-                flags += f" ({needed(shape_named(name), found, gpu=True) / GIB:.0f} GiB)"
+                flags += f" ({needed(shape, found[1], gpu=True) / GIB:.0f} GiB)"
             cells.append(flags)
         lines.append(f"| {name} | {tokens:,} | {' | '.join(cells)} |")
     return lines
+
+
+def checkpoint_size(shape: Shape, setting: Setting) -> float:
+    """Bytes of a checkpoint on the disk: of what trains, the weights in two files (--dtype, where
+    they are the whole policy) and two moments."""
+    policy = shape.dense * (setting.number + 12)
+    if setting.lora_rank:
+        policy = 16 * shape.adapter * setting.lora_rank
+    whole = setting.own_base == 16 or setting.prm_copy and not setting.lora_rank
+    prm = shape.dense * (setting.number + 12) if whole else 16 * shape.adapter * setting.second_rank
+    return policy + prm
 
 
 def saving_lines() -> list[str]:

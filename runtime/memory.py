@@ -6,7 +6,6 @@ autograd keeps of one micro-batch. The engine sleeps meanwhile on a GPU; while i
 share of the card beside weights and moments.
 """
 
-import itertools
 import os
 from dataclasses import dataclass, replace
 
@@ -15,9 +14,7 @@ from runtime.view.terminal import warn
 GIB = 2**30
 SPARE = 1.1  # a GPU's memory is cut into pieces: so much more than the tensors
 LOGITS = 2**28  # of them at a time (networks.py)
-SMALLER = (8192, 4096, 2048, 1024)  # --micro-batch-tokens that are tried
 FEWER = 64  # --policy-lora-rank that is proposed
-MORE = 8  # cards that are proposed
 
 
 @dataclass(frozen=True)
@@ -165,47 +162,21 @@ def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
     return max(need, engine / share) if share else need
 
 
-def checkpoint_size(shape: Shape, setting: Setting) -> float:
-    """Bytes of a checkpoint on the disk: of what trains, the weights in two files (--dtype, where
-    they are the whole policy) and two moments."""
-    policy = shape.dense * (setting.number + 12)
-    if setting.lora_rank:
-        policy = 16 * shape.adapter * setting.lora_rank
-    whole = setting.own_base == 16 or setting.prm_copy and not setting.lora_rank
-    prm = shape.dense * (setting.number + 12) if whole else 16 * shape.adapter * setting.second_rank
-    return policy + prm
-
-
-def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int = 1) -> Setting | None:
-    """The setting that fits the memory [bytes] and changes least: gradient checkpointing, fewer
-    tokens at a time (not fewer than the longest sequence has), then an adapter for the policy, then
-    more cards. None where none does."""
-    sizes = [setting.tokens, *(n for n in SMALLER if longest <= n < setting.tokens)]
-    trained = [dict(cards=setting.cards, lora_rank=setting.lora_rank)]
+def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int):
+    """(flags, the setting with them) that fit the memory [bytes]: gradient checkpointing, then too
+    no more tokens at a time than the longest sequence has, then too an adapter for the policy. None
+    where all of them do not."""
+    changes = {"--gradient-checkpointing": dict(recompute=True)}
+    changes[f"--micro-batch-tokens {longest}"] = dict(tokens=min(longest, setting.tokens))
     if not setting.lora_rank:
-        trained.append(dict(cards=1, lora_rank=FEWER))
-        if gpu and setting.cards < MORE:
-            trained.append(dict(cards=MORE, lora_rank=0))
-    recomputes = (False, True) if not setting.recompute else (True,)
-    for who, tokens, recompute in itertools.product(trained, sizes, recomputes):
-        other = replace(setting, tokens=tokens, recompute=recompute, **who)
-        if needed(shape, other, gpu) <= memory:
-            return other
-    return None
-
-
-def flags_for(setting: Setting, before: Setting) -> str:
-    """The flags that make the one setting of the other, as they are written."""
+        changes[f"--policy-lora-rank {FEWER}"] = dict(lora_rank=FEWER, cards=1)
     flags = []
-    if setting.recompute and not before.recompute:
-        flags.append("--gradient-checkpointing")
-    if setting.tokens != before.tokens:
-        flags.append(f"--micro-batch-tokens {setting.tokens}")
-    if setting.lora_rank != before.lora_rank:
-        flags.append(f"--policy-lora-rank {setting.lora_rank}")
-    if setting.cards != before.cards:
-        flags.append(f"--processes {setting.cards} with configs/fsdp.yaml")
-    return " ".join(flags)
+    for flag, change in changes.items():
+        before, setting = setting, replace(setting, **change)
+        flags += [flag] * (setting != before)
+        if needed(shape, setting, gpu) <= memory:
+            return " ".join(flags), setting
+    return None
 
 
 # ------------ a run ------------
@@ -259,10 +230,8 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
 
     parts = predict(shape, setting, gpu).items()
     listed = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts if part >= GIB / 10)
-    other = fitting(shape, setting, memory, gpu, args.max_context_tokens)
     advice = "nothing that this library has would fit: a smaller --model"
-    if other:
-        less = needed(shape, other, gpu) / GIB
-        advice = f"{flags_for(other, setting)} would need {less:.1f}"
+    if found := fitting(shape, setting, memory, gpu, args.max_context_tokens):
+        advice = f"{found[0]} would need {needed(shape, found[1], gpu) / GIB:.1f}"
     sizes = f"about {need / GIB:.1f} GiB by prediction, {what} {memory / GIB:.1f}"
     warn(f"memory: an iteration needs {sizes} ({listed}); {advice}")

@@ -9,9 +9,7 @@ from runtime.memory import (
     GIB,
     Setting,
     Shape,
-    checkpoint_size,
     fitting,
-    flags_for,
     kept_by_layer,
     needed,
     predict,
@@ -23,9 +21,9 @@ from runtime.networks import add_adapter, recompute_layers
 
 import pytest
 import torch
-from conftest import default_model, load, network, run_main
+from conftest import load, network, run_main
 from test_gradient_checkpointing import kept_for_backward
-from test_scripts import rows, small
+from test_scripts import small
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -159,23 +157,19 @@ def test_the_engines_share_of_a_card_is_the_flags():
     assert here - elsewhere == engine
 
 
-@pytest.mark.parametrize("memory", (1000, 200, 79, 40, 23))
+@pytest.mark.parametrize("memory", (200, 79, 40, 23))
 @pytest.mark.parametrize("tokens", (2048, 16384))
-def test_what_is_proposed_fits_and_is_the_least_change(memory, tokens):
+def test_what_is_proposed_fits(memory, tokens):
     start = Setting(tokens, prm_rank=16)
     found = fitting(QWEN_7B, start, memory * GIB, gpu=True, longest=2048)
-    if memory == 1000:
-        assert found == start and flags_for(found, start) == ""
     if memory == 23:  # the engine's weights alone want more
         assert found is None
         return
-    assert needed(QWEN_7B, found, gpu=True) <= memory * GIB
-    flags = flags_for(found, start)
-    assert ("--gradient-checkpointing" in flags) == found.recompute
-    assert ("--policy-lora-rank 64" in flags) == (found.lora_rank == 64)
-    if found.recompute:
-        kept = Setting(**vars(found) | {"recompute": False})
-        assert needed(QWEN_7B, kept, gpu=True) > memory * GIB
+    flags, setting = found
+    assert needed(QWEN_7B, setting, gpu=True) <= memory * GIB
+    assert flags.startswith("--gradient-checkpointing") and setting.recompute
+    assert ("--policy-lora-rank 64" in flags) == (setting.lora_rank == 64) == (memory < 200)
+    assert ("--micro-batch-tokens 2048" in flags) == (setting.tokens < tokens)
 
 
 def arguments(**changes):
@@ -227,18 +221,3 @@ def test_a_run_says_it_before_anything_is_loaded(tmp_path, monkeypatch):
     flags = [*small("rloo_sokoban"), "--engine", "hf"]
     done = run_main("rloo_sokoban", *flags, cwd=tmp_path, check=False)
     assert done.stdout.count("warning: memory: an iteration needs about") == 1
-
-
-@pytest.mark.parametrize(
-    "script, rank", (("istar_sokoban", 0), ("istar_sokoban", 16), ("istar_paper_sokoban", 0))
-)
-def test_the_size_of_a_checkpoint_is_predicted(script, rank, tmp_path):
-    """But for the tokenizer's files, JSON and the replay, which do not grow with the model."""
-    flags = [*small(script), "--engine", "hf", "--iterations", 1, "--run-name", "run"]
-    run_main(script, *flags, "--policy-lora-rank", rank, cwd=tmp_path)
-    run, config = tmp_path / "runs/run", Qwen3Config.from_pretrained(default_model(script))
-    files = (run / "checkpoints/000001").rglob("*.safetensors")
-    size = sum(path.stat().st_size for path in files)
-    setting = setting_of(load(script).Args(policy_lora_rank=rank), 1)
-    assert size == pytest.approx(checkpoint_size(shape_of(config), setting), rel=0.06)
-    assert len(rows(run)) == 2
