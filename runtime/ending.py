@@ -52,7 +52,8 @@ def ends_cleanly(main):
                 raise
         finally:
             for run in current:
-                run.board.finish()
+                if run.board:
+                    run.board.finish()
                 discard(run)
                 if run.lock is not None:
                     os.close(run.lock)
@@ -67,16 +68,14 @@ def ends_cleanly(main):
 
 def stop(run, error: BaseException) -> None:
     """End the process with what a user has to know; pass on errors that nobody foresaw."""
-    path = run.path if run else None
+    path, by = run.path if run else None, f" by {error}" if str(error) else ""
     if path is None and isinstance(error, KeyboardInterrupt):
         sys.exit("\nstopped before a run began")
     if path is None:
         raise error
-
+    kept = how_to_go_on(path)
     if isinstance(error, KeyboardInterrupt):
-        by = f" by {error}" if str(error) else ""
-        sys.exit(processes.rank() or f"\nstopped{by}{how_to_go_on(path)}")
-
+        sys.exit(processes.rank() or f"\nstopped{by}{kept}")
     if isinstance(error, FloatingPointError):
         if processes.rank():
             sys.exit(1)
@@ -84,29 +83,22 @@ def stop(run, error: BaseException) -> None:
         with told_when_full(path):
             replace_file(file, to_json(what_main_had(error), default=repr))  # pictures
         advice = "a smaller --learning-rate, named in --override, may help"
-        where = f"the batch is in {file}{how_to_go_on(path)}"
-        sys.exit(f"\nstopped: {error}; {where} ({advice})")
-
+        sys.exit(f"\nstopped: {error}; the batch is in {file}{kept} ({advice})")
     if isinstance(error, EngineError):
-        other = ", or --engine hf needs nothing more"
-        if run.args.run_args.engine_url:
-            other = ""
-        sys.exit(f"\nstopped: {shown(error)}{how_to_go_on(path)}{other}")
-
+        other = "" if run.args.run_args.engine_url else ", or --engine hf needs nothing more"
+        sys.exit(f"\nstopped: {shown(error)}{kept}{other}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
         less = "a smaller --micro-batch-tokens or --engine-memory needs less"
-        sys.exit(f"\nstopped: out of memory{how_to_go_on(path)} ({less})")
-
+        sys.exit(f"\nstopped: out of memory{kept} ({less})")
     if processes.lost_another(error):
-        sys.exit(f"\nstopped: another process of this run ended{how_to_go_on(path)}")
-
+        sys.exit(f"\nstopped: another process of this run ended{kept}")
     with told_when_full(path):
         raise error
 
 
 def discard(run) -> None:
-    """Remove the directory that this process made for a run, where nothing was kept in it; weights
-    that servers have taken; and a checkpoint that was not finished."""
+    """Remove what a run has left unfinished, and the directory that this process made for it where
+    nothing was kept in it."""
     if run.path and processes.rank() == 0:
         for left in ("engine", "checkpoints/draft"):
             shutil.rmtree(run.path / left, ignore_errors=True)

@@ -13,7 +13,6 @@
 Nothing here changes what is learnt.
 """
 
-import functools
 import os
 import random
 import sys
@@ -21,21 +20,13 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from runtime import models
 from runtime.checks import check, evaluation_tasks
 from runtime.distributed import fsdp, processes
 from runtime.ending import current, ends_cleanly
 from runtime.engines import EngineError
 from runtime.flags import flags_of, refuse
 from runtime.memory import tell_if_too_much
-from runtime.models import (
-    ModelError,
-    check_directory,
-    read_causal_model,
-    read_chat,
-    read_seeing_model,
-    read_tokenizer,
-    stop_ids_of,
-)
 from runtime.networks import Network, add_adapter, plain, recompute_layers
 from runtime.rollout import rollout
 from runtime.saving.checkpoints import export_policy, save_checkpoint, told_when_full
@@ -44,7 +35,6 @@ from runtime.saving.loading import load_checkpoint
 from runtime.saving.opening import open_run
 from runtime.saving.provenance import peak_memory
 from runtime.view import report, terminal
-from runtime.view.board import NoBoard
 from runtime.vision.pictures import shows_pictures
 
 import numpy as np
@@ -79,7 +69,7 @@ class Run:
         self.eval_tasks = [task for task in panel for _ in range(args.run_args.eval_samples)]
 
         self.rows, self.row, self.networks, self.lists = [], {}, [], {}
-        self.path, self.board, self.lock, self.began = None, NoBoard(), None, []
+        self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
         self.begun = 0.0, 0  # when this start began its iterations, and after which
@@ -88,14 +78,6 @@ class Run:
         torch.manual_seed(args.seed)
 
     # ------------ models ------------
-
-    @property
-    def reading(self) -> dict:
-        """How frozen weights are read: for transformers' from_pretrained."""
-        run_args = self.args.run_args
-        dtype = torch.bfloat16 if run_args.dtype == "bfloat16" else torch.float32
-        trust = run_args.trust_remote_code
-        return {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trust}
 
     def load_policy(self, lora=None):
         """(model, engine, chat): the policy of --model, with a LoRA adapter (a peft LoraConfig) if
@@ -106,11 +88,11 @@ class Run:
         args, run_args = self.args, self.args.run_args
         model = self.read_model(whole=lora is None)
         try:
-            self.tokenizer = read_tokenizer(self.model_path, model, run_args.trust_remote_code)
-            processor = getattr(model, "picture_processor", None)
-            stop_ids = stop_ids_of(model, self.tokenizer)
-            self.chat = read_chat(self.tokenizer, stop_ids, args.model, processor)
-        except ModelError as error:
+            trust, processor = run_args.trust_remote_code, getattr(model, "picture_processor", None)
+            self.tokenizer = models.read_tokenizer(self.model_path, model, trust)
+            stop_ids = models.stop_ids_of(model, self.tokenizer)
+            self.chat = models.read_chat(self.tokenizer, stop_ids, args.model, processor)
+        except models.ModelError as error:
             refuse("model", args.model, str(error))
 
         self.engine_kind = run_args.engine
@@ -137,6 +119,7 @@ class Run:
 
     def start_engine(self, kind: str):
         """The engine of this kind: vllm, hf or servers. Raises EngineError."""
+        given = self.model_path, self.chat.stop_ids, self.args
         if kind == "vllm":
             from runtime.engines.vllm import VllmEngine as Engine
         elif kind == "hf":
@@ -144,23 +127,26 @@ class Run:
         else:
             from runtime.engines.servers import ServerEngine
 
-            Engine = functools.partial(ServerEngine, self.path / "engine")
-        return Engine(self.model_path, self.chat.stop_ids, self.args)
+            return ServerEngine(self.path / "engine", *given)
+        return Engine(*given)
 
     def read_model(self, whole: bool, flag: str = "model"):
         """The causal language model that a flag names, one that sees where the world shows
         pictures. Weights that train as a whole are float32 always, frozen ones have the precision
         of --dtype."""
-        reading = self.reading | ({"dtype": torch.float32} if whole else {})
+        run_args = self.args.run_args
+        dtype = torch.float32 if whole else getattr(torch, run_args.dtype)
+        reading = {"dtype": dtype, "use_safetensors": True}
+        reading["trust_remote_code"] = run_args.trust_remote_code
         given = getattr(self.args, flag)
         path = self.model_path if flag == "model" else given
         try:
             if flag != "model":  # whose files were looked at before anything else
-                check_directory(Path(path))
+                models.check_directory(Path(path))
             if not shows_pictures(self.env):
-                return read_causal_model(path, **reading)
-            model = read_seeing_model(path, given, reading)
-        except ModelError as error:
+                return models.read_causal_model(path, **reading)
+            model = models.read_seeing_model(path, given, reading)
+        except models.ModelError as error:
             refuse(flag, given, str(error))
         if self.args.world.freeze_vision:
             model.base_model.visual.requires_grad_(False)
@@ -183,8 +169,8 @@ class Run:
         one: it has the networks, their optimisers, and the script's lists (numbers, and groups of
         episodes), which are filled in place."""
         self.networks, self.lists = list(networks), lists
-        models = [network.model for network in networks]
-        if self.args.run_args.gradient_checkpointing and not recompute_layers(models):
+        of_each = [network.model for network in networks]
+        if self.args.run_args.gradient_checkpointing and not recompute_layers(of_each):
             none = f"--model {self.args.model} has no layers that can be computed again"
             refuse("gradient_checkpointing", True, none)
         if fsdp.wanted():
@@ -228,10 +214,7 @@ class Run:
         report.summary(self)
         report.write_page(self)
 
-    def rollout(self, play, env, tasks: list[int], sampling) -> list:
-        """An episode for each entry of tasks, played side by side by `play`, in the order of tasks;
-        those whose world raised are left out, named and counted (runtime/rollout.py)."""
-        return rollout(self, play, env, tasks, sampling)
+    rollout = rollout  # an episode for each task, played side by side (runtime/rollout.py)
 
     def seconds_left(self) -> float | None:
         """What the iterations that are left will take, from those of this start; None before any,
@@ -281,8 +264,8 @@ class Run:
             self.row |= {"time/total": total, "time/elapsed": before + total}
             self.row["engine/restarts"] = self.engine.restarts
             kinds = {name.partition("/")[0] for name in self.row}
-            missing = [name for name in LOGGED if name.partition("/")[0] in kinds]
-            self.row = dict.fromkeys(missing) | self.row  # null where nothing could be learnt
+            logged = [name for name in LOGGED if name.partition("/")[0] in kinds]
+            self.row = dict.fromkeys(logged) | self.row  # null where nothing could be learnt
         self.rows.append(self.row)
         if processes.rank() == 0:
             pictures = {}
@@ -295,15 +278,14 @@ class Run:
             append(self.path / "episodes.jsonl", episodes)
             append(self.path / "eval_episodes.jsonl", panel)
             append(self.path / "metrics.jsonl", [to_json(self.row)])
-            tables = {}
-            if not isinstance(self.board, NoBoard):
+            if self.board:
                 tables = report.tables(episodes=episodes, eval_episodes=panel)
-            self.board.log(self.row | tables, step=self.row["iteration"])
+                self.board.log(self.row | tables, step=self.row["iteration"])
             report.show(self.row, self.seconds_left())
             report.draw_curve(self.rows, self.path)
         if self.iteration:
-            networks, tokenizer = self.networks, self.tokenizer
-            save_checkpoint(self.path, self.rows, networks, tokenizer, self.args, self.lists)
+            kept = self.networks, self.tokenizer, self.args, self.lists
+            save_checkpoint(self.path, self.rows, *kept)
         self.panel = []
 
 

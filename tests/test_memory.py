@@ -217,7 +217,7 @@ def test_a_run_says_it_before_anything_is_loaded(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runtime.memory, "needed", lambda *_: 1e15)
-    monkeypatch.setattr("runtime.run.read_causal_model", stop)
+    monkeypatch.setattr("runtime.models.read_causal_model", stop)
     flags = [*small("rloo_sokoban"), "--engine", "hf"]
     done = run_main("rloo_sokoban", *flags, cwd=tmp_path, check=False)
     assert done.stdout.count("warning: memory: an iteration needs about") == 1

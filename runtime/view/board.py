@@ -1,4 +1,4 @@
-"""W&B: the run of --track, or what stands in for it."""
+"""W&B: the run of --track."""
 
 import os
 import socket
@@ -9,15 +9,6 @@ from runtime.flags import shown
 from runtime.view import terminal
 
 ANSWERS_WITHIN = 4.0  # seconds; W&B's client asks twice
-
-
-class NoBoard:
-    """What stands in for a W&B run without --track, so that logging never branches."""
-
-    def log(self, *row, **step) -> None:
-        pass
-
-    finish = log
 
 
 def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
