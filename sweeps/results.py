@@ -11,8 +11,6 @@ from sweeps.file import is_number, varied_in
 
 # Student's t for 95 % with 1, 2, ... degrees of freedom
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
 IDENTITY = ("name", "config", "seed", "command", "metric")  # a result with these is used again
 
 

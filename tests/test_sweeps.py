@@ -428,21 +428,32 @@ def test_another_text_of_the_program_is_another_program(sweep, tmp_path):
 
 
 @needs_optuna
-def test_bayes_proposes_new_rows_where_the_range_is_another(sweep):
-    def start(low, high):
-        return sweep({"alpha": {"min": low, "max": high}}, method="bayes", run_cap=4)
+@pytest.mark.parametrize("edit", ("range", "early_terminate"))
+def test_an_edited_file_of_bayes_has_the_table_of_a_fresh_start(sweep, edit):
+    """Its rows are proposed anew, and a row that was stopped early is played to its end."""
+    body = {"method": "bayes", "run_cap": 4, "parameters": {"alpha": {"min": 0.5, "max": 1.5}}}
+    body["early_terminate"] = {"type": "hyperband", "min_iter": 99}  # longer than a run
+    file = sweep(**body)
+    execute(file)
+    path = file.with_suffix("") / "results.jsonl"
+    text = path.read_text().replace('"finished"', '"stopped early"')
+    path.write_text(text)  # as if
+    execute(file)
+    assert table_of(file).count("stopped early") == 4 and path.read_text() == text
 
-    execute(start(0.5, 1.5))
-    file = start(6.0, 7.0)
+    if edit == "range":
+        body["parameters"] = {"alpha": {"min": 6.0, "max": 7.0}}
+    else:
+        del body["early_terminate"]
+    sweep(**body)
     execute(file)
     assert table_of(file) == table_of_a_fresh_start(file)
-    assert len(results_of(file)) == 8
+    assert "stopped early" not in table_of(file) and len(results_of(file)) == 8
 
 
 @needs_optuna
 def test_a_row_that_bayes_proposes_twice_is_run_once(sweep):
-    file = sweep({"alpha": {"values": [1, [2], None][:1]}, "pause": {"value": 0.1}},
-                 method="bayes", run_cap=4)  # fmt: skip
+    file = sweep({"alpha": {"values": [1]}}, method="bayes", run_cap=4)
     execute(file, "--jobs", min(2, len(os.sched_getaffinity(0))))
     assert [len(one) for one in starts_of(file).values()] == [1]
 
