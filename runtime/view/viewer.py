@@ -15,7 +15,6 @@ import math
 import re
 import sys
 from collections import Counter
-from itertools import accumulate
 from pathlib import Path
 
 from runtime.saving.files import EPISODE_VERSION, read_json, replace_file, rows_of, to_json
@@ -35,7 +34,7 @@ WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' sc
 def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
     """Write the page of a run, or of two runs beside each other, and return where it is: out, or
     view.html or view-against-B.html in the first run. most: episodes of a run on the page; of a
-    larger one older iterations are thinned. Exits with one line where there is no such run."""
+    larger one iterations are left out. Exits with one line where there is no such run."""
     read = [read_run(run, most) for run in runs]
     names = ["view", *(run["name"] for run in read[1:])]
     out = out or runs[0] / f"{'-against-'.join(names)}.html"
@@ -112,24 +111,15 @@ def is_episode(row: dict) -> bool:
 
 
 def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str]:
-    """(the iterations that the page shows, what it says of the others).
-
-    Half of the room is for the last iterations, all of them; in the rest stands every n-th of those
-    before."""
+    """(the iterations that the page shows, what it says of the others): every n-th, back from the
+    last one."""
     sizes = sum(map(Counter, counts.values()), Counter())
-    total = sizes.total()
-    if total <= most:
-        return {*sizes}, ""
-
-    last = sorted(sizes, reverse=True)
-    many = max(1, sum(used <= most / 2 for used in accumulate(sizes[i] for i in last)))
-    recent, older = last[:many], last[many:][::-1]
-    room = max(1, most - sum(sizes[i] for i in recent))
-    every = max(1, math.ceil(sum(sizes[i] for i in older) / room))
-    kept = {*recent, *older[::every]}
-    before = f", and one in {every} before it" if older else ""
-    which = f"every iteration from {recent[-1]} on{before}"
-    return kept, f"{sum(sizes[i] for i in kept):,} of {total:,} episodes are on this page: {which}."
+    kept, every = sorted(sizes), 1
+    while sum(sizes[i] for i in kept) > most and every < len(sizes):
+        every += 1
+        kept = sorted(sizes)[::-every]
+    shown = f"{sum(sizes[i] for i in kept):,} of {sizes.total():,} episodes"
+    return {*kept}, f"{shown} are on this page: of one iteration in {every}." if every > 1 else ""
 
 
 def set_of(kind: str, iteration: int, rows: list[dict]) -> dict:
