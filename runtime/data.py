@@ -203,10 +203,11 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
         sequences = [s for s in sequences if wanted[s.tokens].any()]
 
     packs = pack(sequences, args.run_args.micro_batch_tokens)
-    mine = processes.my_part(packs)
+    count = processes.count()
+    mine, most = packs[processes.rank() :: count], -(-len(packs) // count)
     for sequences in tqdm(mine, label, leave=False, disable=None):
         yield padded(sequences, batch)
-    for _ in range(processes.most_parts(packs) - len(mine) if fsdp.wanted() else 0):
+    for _ in range(most - len(mine) if fsdp.wanted() else 0):
         yield nothing(batch)
 
 

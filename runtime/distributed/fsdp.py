@@ -9,12 +9,8 @@ import os
 from types import MethodType
 
 import torch
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -41,16 +37,17 @@ def shard(model, dtype: str = "float32") -> None:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if plugin.mixed_precision_policy:
         options["mp_policy"] = plugin.mixed_precision_policy
+    reshard = {"reshard_after_forward": plugin.reshard_after_forward}
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
-            fully_shard(module, reshard_after_forward=plugin.reshard_after_forward, **options)
-    fully_shard(model, **options)
+            torch_fsdp.fully_shard(module, **reshard, **options)
+    torch_fsdp.fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     model.through = MethodType(lambda self, function, *inputs: function(*inputs), model)
-    register_fsdp_forward_method(model, "through")
+    torch_fsdp.register_fsdp_forward_method(model, "through")
 
 
 def shard_all(networks: list, dtype: str, device) -> None:
@@ -103,9 +100,8 @@ def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor):
         return tensor
-    return distribute_tensor(
-        tensor, like.device_mesh, like.placements, src_data_rank=None
-    )  # everyone has it whole
+    has_it_whole = {"src_data_rank": None}  # every process
+    return distribute_tensor(tensor, like.device_mesh, like.placements, **has_it_whole)
 
 
 def is_part(tensor: torch.Tensor) -> bool:

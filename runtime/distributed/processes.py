@@ -23,12 +23,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 
-GIVES = (
-    "torchrun --nproc_per_node N script.py --processes N starts N "
-    "(accelerate launch --cpu starts one, silently)"
-)
-
-
+GIVES = "torchrun --nproc_per_node N script.py --processes N starts N (accelerate launch --cpu: 1)"
 # What one process does alone, as hashing a large checkpoint, or waiting for a server that went away
 PATIENCE = timedelta(hours=2)
 
@@ -56,16 +51,15 @@ def start(args) -> torch.device:
     number, launched = run_args.processes, int(os.environ.get("WORLD_SIZE", 1))
     if launched != number:
         sys.exit(f"--processes {number}: {launched} started; {GIVES}")
-    tasks = {
-        "--tasks-per-iteration": args.tasks_per_iteration,
-        "--eval-tasks": run_args.eval_tasks,
-    }
+    tasks = {"tasks-per-iteration": args.tasks_per_iteration, "eval-tasks": run_args.eval_tasks}
     for flag, given in tasks.items():
         if given < number:
-            sys.exit(f"{flag} {given}: fewer than --processes {number}")
-    if number > 1:
-        divide_cores()
-        if int(os.environ["LOCAL_WORLD_SIZE"]) == launched:
+            sys.exit(f"--{flag} {given}: fewer than --processes {number}")
+    if number > 1:  # a share of the machine's cores; else every engine pins the same ones
+        cores = sorted(os.sched_getaffinity(0))
+        local, neighbours = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        os.sched_setaffinity(0, cores[local::neighbours] or cores)
+        if neighbours == launched:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
 
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
@@ -81,13 +75,6 @@ def start(args) -> torch.device:
     if state.device.type == "cpu":
         keep_freed_memory()
     return state.device
-
-
-def divide_cores() -> None:
-    """Take this process's share of the machine's cores; else every engine pins the same ones."""
-    local, neighbours = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[local::neighbours] or cores)
 
 
 def keep_freed_memory() -> None:
@@ -150,16 +137,6 @@ def my_tasks(tasks: list[int], together=None) -> list[int]:
     return [task for task in tasks if together(task) in mine]
 
 
-def my_part(parts) -> list:
-    """This process's part of the micro-batches or bundles."""
-    return list(parts)[rank() :: count()]
-
-
-def most_parts(parts) -> int:
-    """How many parts the process with the most has."""
-    return -(-len(parts) // count())
-
-
 def gather(items: list) -> list:
     """The items of all processes, in the processes' order."""
     return gather_object(items) if count() > 1 else items
@@ -169,9 +146,7 @@ def total(values):
     """The sum over processes of a tensor or of a list of numbers."""
     if count() == 1:
         return values
-    tensor = (
-        values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float64)
-    )
+    tensor = torch.as_tensor(values)
     summed = reduce(tensor.to(PartialState().device), "sum").to(tensor.device)
     return summed if isinstance(values, torch.Tensor) else summed.tolist()
 

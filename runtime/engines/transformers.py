@@ -9,11 +9,14 @@ import os
 
 from runtime.data import pictures_of
 from runtime.engines import Engine, Request, Sample, SamplingParams, give
+from runtime.engines.caches import RoomyLayer
 from runtime.networks import assert_finite, compute_with, plain, policy_weights
 from runtime.vision.pictures import Album, never_sampled
 
 import torch
 from torch.nn.functional import pad
+from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
+from transformers.cache_utils import DynamicLayer
 
 QUIET = 3  # passes of the event loop in which nobody has asked, before those who have are answered
 
@@ -162,11 +165,6 @@ class TransformersEngine(Engine):
 
     def reuse(self, contexts: list[list[int]]) -> None:
         """Leave in the cache what these contexts share with the rows that it has, or empty it."""
-        from runtime.engines.caches import RoomyLayer
-
-        from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
-
         cache = DynamicCache(config=self.model.config)
         # a sliding window would count hidden columns too
         whole = all(type(layer) is DynamicLayer for layer in cache.layers)
@@ -220,20 +218,8 @@ class TransformersEngine(Engine):
         logits.div_(sampling.temperature or 1.0)
         for token in never_sampled(causal.config):
             logits[:, token] = -torch.inf
-        leave_out(logits, sampling)
+        if sampling.temperature and sampling.top_k:
+            logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
+        if sampling.temperature and sampling.top_p < 1:
+            logits = TopPLogitsWarper(sampling.top_p)(ids, logits)
         return logits.log_softmax(-1)
-
-
-def leave_out(logits: torch.Tensor, sampling: SamplingParams) -> None:
-    """Set the logits [B, vocabulary] of tokens beyond top_k, and then of those beyond top_p, to
-    -inf, as vLLM does; where the most probable token is taken anyway, none."""
-    if not sampling.temperature:
-        return
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits.masked_fill_(logits < least, -torch.inf)
-    if sampling.top_p < 1:
-        rising, order = logits.sort(-1)
-        beyond = rising.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        beyond[:, -1] = False
-        logits.masked_fill_(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
