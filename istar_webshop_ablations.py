@@ -112,10 +112,11 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
 def rloo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """r - mean of the group's others, [N] from [N] and [N] (Ahmadian et al., arXiv 2402.14740).
     Alone in a group: 0."""
-    same = (group[:, None] == group[None, :]).to(outcomes.dtype)  # [N, N]
+    same = (group[:, None] == group[None, :]).double()  # [N, N]
     others = same.sum(1) - 1
-    mean_of_others = (same @ outcomes - outcomes) / others.clamp(min=1)
-    return torch.where(others > 0, outcomes - mean_of_others, 0.0)
+    exact = outcomes.double()  # so that equal outcomes give exactly 0
+    mean_of_others = (same @ exact - exact) / others.clamp(min=1)
+    return torch.where(others > 0, exact - mean_of_others, 0.0).to(outcomes.dtype)
 
 
 def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
