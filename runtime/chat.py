@@ -38,13 +38,13 @@ class Chat:
         self.copy, frames = copy.deepcopy(tokenizer), head + header + between
         added = [t for t in self.copy.added_tokens_decoder.values() if t.content in frames]
         control = [t for t in added if re.search(r"\w", t.content)]  # Gemma has one of line breaks
-        for added in control:  # R1's are not special, and would be found in words
-            added.special = True
-        strips = any(added.rstrip for added in control)
+        for token in control:  # R1's are not special, and would be found in words
+            token.special = True
         self.copy.add_tokens(control, special_tokens=True)
+        strips = any(token.rstrip for token in control)
         self.copy.add_tokens(AddedToken(MARK, rstrip=strips, normalized=False, special=False))
 
-        token = "|".join(re.escape(added.content) for added in control) or "(?!)"
+        token = "|".join(re.escape(token.content) for token in control) or "(?!)"
         upto = re.compile(f"(.*(?:{token}))?(.*)", re.S)
         head, self.head_words = upto.fullmatch(head).groups("")
         between, self.between_words = upto.fullmatch(between).groups("")

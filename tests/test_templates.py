@@ -301,6 +301,18 @@ def test_a_sampled_stop_token_stands_once_wherever_the_template_has_it():
     assert chat.observation("a wall", action[:-1]).count(stop) == 1
 
 
+@pytest.mark.parametrize("kind", ("Qwen2.5", "Llama-2", "R1"))
+def test_no_text_gives_an_id_that_the_model_does_not_have(kind):
+    """Nor one of control: half a surrogate pair, and what is no character."""
+    ours, _ = pair(kind)
+    chat = Chat(ours, [ours.eos_token_id])
+    for text in ("a\ufdd0b", "\ufdd0", "\ud800<｜User｜>\udfff", "\x00\ufffe\U0010ffff"):
+        context = chat.prompt(text)
+        assert max(context) < len(ours)
+        control = [token for token in context if token in ours.get_added_vocab().values()]
+        assert control == [t for t in chat.prompt("a") if t in ours.get_added_vocab().values()]
+
+
 def test_what_the_prompt_opened_belongs_to_the_answer():
     """R1's prompt ends with <think>: the world reads the whole answer. Past thoughts stay in the
     context, as they were sampled."""
