@@ -19,7 +19,8 @@ Flat = Annotated[T, tyro.conf.arg(name="")]  # flags of a dataclass under their 
 
 @dataclass
 class RunArgs:
-    """Flags of a run: nothing of them changes what is learnt, but for --dtype's precision."""
+    """Flags of a run: none of them changes what is learnt, but for --dtype's precision and what
+    --chat-template-kwargs changes in prompts."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""

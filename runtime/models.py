@@ -5,6 +5,7 @@ A weight that a file lacks is not drawn at random.
 
 import json
 import signal
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -232,8 +233,11 @@ def template_options(tokenizer) -> dict:
     options = json.loads(given or "{}")
     if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
         refuse("chat_template_kwargs", given, f"--model's chat template reads no {unread[0]}")
-    began = processes.broadcast(run.starts[0]["time"] if run.starts else None)
-    return {"strftime_now": datetime.fromisoformat(began).strftime} | options
+    began = processes.broadcast(run.starts[0].get("time") if run.starts else None)
+    try:
+        return {"strftime_now": datetime.fromisoformat(began).strftime} | options
+    except (TypeError, ValueError):
+        sys.exit(f"--resume {run.path}: run.json does not tell when the run began")
 
 
 def first_line(error: Exception) -> str:
