@@ -4,13 +4,11 @@
 server that has the fewest, with a seed of its own, so that a sample which is asked for again is the
 same.
 
-Weights go by files, in a directory of the run that the servers have to see too. A LoRA policy is an
-adapter on the weights of --model, under a new name after each update; a whole policy takes the
-place of the server's own weights. Every answer says which weights it is of, and the prefix cache
-has a new salt whenever weights are taken, so nothing that others computed is taken for theirs.
-
-A server that is lost is asked to take the weights again until it is back. What it still owed is
-asked for again, of the others if there are any.
+Weights go by files, in a directory of the run that the servers see too: a LoRA policy as an adapter
+on --model, under a new name after each update, a whole policy in the place of the server's weights.
+Every answer says which weights it is of, and the prefix cache has a new salt whenever weights are
+taken. A server that is lost is asked to take them again until it is back; what it owed is asked for
+again, of the others if there are any.
 """
 
 import asyncio
@@ -59,8 +57,6 @@ class Weights(NamedTuple):
 
 
 class Server:
-    """One vLLM server, as far as it is known."""
-
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.weights: Weights | None = None  # None: not known
@@ -89,8 +85,6 @@ class ServerEngine:
         shift = processes.rank() % len(self.servers)  # processes begin with different ones
         self.servers = self.servers[shift:] + self.servers[:shift]
 
-    # ------------ what is asked ------------
-
     @contextlib.asynccontextmanager
     async def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
@@ -115,24 +109,22 @@ class ServerEngine:
 
     async def check(self) -> None:
         """Raise EngineError where a server is not there, or not started as it has to be."""
+        probe = request_of(self.stop_ids[:1], max_tokens=1)
         async with self.connected():
             for server in self.servers:
+                has_to = f"{server.url} has to be started with"
                 try:
                     found = await self.call(server, "/server_info?config_format=json")
-                    config = found.json()["vllm_config"]
-                    probe = request_of(self.stop_ids[:1], max_tokens=1)
+                    missing = missing_flags(found.json()["vllm_config"], self.args)
                     await self.call(server, "/inference/v1/generate", probe)
-                    missing = missing_flags(config, self.args)
                 except (EngineError, *NOT_AN_ANSWER) as error:
-                    start = f"{server.url} has to be started with {STARTED}"
-                    raise EngineError(f"{shown(error)}; {start}") from error
+                    raise EngineError(f"{shown(error)}; {has_to} {STARTED}") from error
                 if missing:
-                    raise EngineError(f"{server.url} has to be started with {missing}")
+                    raise EngineError(f"{has_to} {missing}")
 
     async def take(self, server: Server) -> None:
         """Have a server sample with the policy's weights. Raises LostError, EngineError."""
-        version, path, adapter = self.weights
-        before = server.weights
+        (version, path, adapter), before = self.weights, server.weights
         if not before or before.version != version:
             order = {"method": "take_policy", "args": [path]}
             await self.call(server, "/collective_rpc", order)
@@ -144,8 +136,6 @@ class ServerEngine:
             names = {"lora_name": adapter.name, "lora_path": str(adapter)}
             await self.call(server, "/v1/load_lora_adapter", names)
         server.note(self.weights)
-
-    # ------------ samples ------------
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
         """One answer to a context, of whatever server has one. Raises EngineError."""
@@ -196,19 +186,15 @@ class ServerEngine:
         return ids, logprobs
 
     def ready_servers(self) -> list[Server]:
-        """Those that have the policy's weights."""
         return [server for server in self.servers if server.weights == self.weights]
 
     def choose(self) -> Server:
         """The server with the fewest requests in flight; an episode stays with the one that has
         read its beginning, unless that has much more to do."""
-        episode = asyncio.current_task()
-        home = self.homes.get(episode)
+        home = self.homes.get(asyncio.current_task())
         best = min(self.ready_servers(), key=lambda s: s.in_flight - PREFIX * (s is home))
-        self.homes[episode] = best
+        self.homes[asyncio.current_task()] = best
         return best
-
-    # ------------ servers that are lost ------------
 
     def lose(self, server: Server, error: LostError) -> None:
         """A server is lost: it may be another one when it is back."""
@@ -251,10 +237,8 @@ class ServerEngine:
         server.is_lost = False
         return ""
 
-    # ------------ weights ------------
-
-    def sleep(self) -> None:
-        """Nothing: the servers' memory is not the trainer's."""
+    def sleep(self) -> None:  # the servers' memory is not the trainer's
+        pass
 
     def load(self, model) -> None:
         """Leave the policy's weights for the servers, and have them take these."""
@@ -275,22 +259,20 @@ class ServerEngine:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(tag, str(path))
 
-        failed = ""
-        if is_first:
-            try:
-                asyncio.run(self.hand_over())
-            except EngineError as error:
-                failed = str(error)
-        if failed := processes.broadcast(failed):
-            seen = "; the servers have to see --model and --runs-dir under the same paths"
-            raise EngineError(failed + seen * (self.updates == 1))
+        failed = processes.broadcast(asyncio.run(self.hand_over()) if is_first else "")
+        if failed:
+            raise EngineError(failed)
         for server in self.servers if not is_first else ():
             server.note(self.weights)
 
-    async def hand_over(self) -> None:
-        """Have the servers take the weights, at least one of them."""
-        async with self.connected():
-            await self.bring_back(SEEN_WITHIN if self.updates == 1 else BACK_WITHIN)
+    async def hand_over(self) -> str:
+        """Have the servers take the weights; why none of them does."""
+        try:
+            async with self.connected():
+                await self.bring_back(SEEN_WITHIN if self.updates == 1 else BACK_WITHIN)
+        except EngineError as error:
+            return f"{error}; the servers have to see --model and --runs-dir under the same paths"
+        return ""
 
 
 def missing_flags(config: dict, args) -> str:

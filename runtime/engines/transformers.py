@@ -33,7 +33,6 @@ class TransformersEngine(Engine):
         self.stop_ids, self.args = stop_ids, args
 
     def load(self, model) -> None:
-        """Take the trainer's own model; what the old weights computed is forgotten."""
         assert_finite(policy_weights(model))
         self.model = model
         self.sleep()
@@ -90,9 +89,8 @@ class TransformersEngine(Engine):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None)
         width = width or config.hidden_size // config.num_attention_heads
-        number = 2 if self.args.run_args.dtype == "bfloat16" else 4  # [bytes]
+        number = getattr(torch, self.args.run_args.dtype).itemsize
         token = 2 * config.num_hidden_layers * heads * width * number  # [bytes]
-
         memory = self.args.run_args.engine_memory * 2**30
         if self.model.device.type == "cuda":
             memory = self.args.run_args.engine_gpu_share * torch.cuda.mem_get_info()[1]
@@ -119,8 +117,7 @@ class TransformersEngine(Engine):
 
         samples = []
         for ids, logprobs in zip(torch.cat(sampled, 1).tolist(), torch.cat(theirs, 1).tolist()):
-            ends = (i + 1 for i, token in enumerate(ids) if token in stop_ids)
-            end = next(ends, len(ids))
+            end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
             samples.append((ids[:end], logprobs[:end]))
         self.rows = [(context, context + ids) for context, (ids, _) in zip(contexts, samples)]
         return samples
@@ -202,17 +199,11 @@ class TransformersEngine(Engine):
         causal, self.seen = plain(self.model), torch.cat([self.seen, real], 1)
         if places is None:
             places = (self.seen.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :] + self.shift
+        inputs = {"attention_mask": self.seen.long(), "position_ids": places, "input_ids": ids}
         with self.autocast():
-            inputs = {"input_ids": ids}
             if self.album:
-                inputs = {"inputs_embeds": self.album.embeddings(ids)}
-            output = causal.base_model(
-                **inputs,
-                attention_mask=self.seen.long(),
-                position_ids=places,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
+                inputs |= {"input_ids": None, "inputs_embeds": self.album.embeddings(ids)}
+            output = causal.base_model(**inputs, past_key_values=self.cache, use_cache=True)
             hidden = output.last_hidden_state[:, -1]
             logits = causal.get_output_embeddings()(hidden).float()
         logits.div_(sampling.temperature or 1.0)

@@ -3,6 +3,7 @@ episode waits for the answers of others."""
 
 import asyncio
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
@@ -64,21 +65,18 @@ class VllmEngine(Engine):
             settings |= dict(limit_mm_per_prompt={"image": args.max_steps, "video": 0})
         if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
             settings |= dict(distributed_executor_backend="external_launcher")
-        self.engine = lambda: LLM(path, **settings)
-        self.llm, self.asleep = self.start(), False
-
+        self.engine = functools.partial(LLM, path, **settings)
+        self.start()
         self.stop_ids, self.never = stop_ids, never_sampled(config)
         self.names = map(str, itertools.count())  # of requests
         self.params = {}  # vLLM's own sampling parameters, by ours
 
-    def start(self):
-        """A new engine; raises EngineError."""
+    def start(self) -> None:
+        """Start an engine. Raises EngineError."""
         try:
-            return self.engine()
+            self.llm, self.asleep = self.engine(), False
         except Exception as error:
             raise EngineError(f"vLLM does not start ({first_line(error)})") from error
-
-    # ------------ samples ------------
 
     async def work(self) -> None:
         """Begin what was asked, and take one step of the engine."""
@@ -94,7 +92,6 @@ class VllmEngine(Engine):
                 twice = " twice" if self.restarts else ""
                 raise EngineError(f"the engine failed{twice} ({first_line(error)})") from error
             outputs, failed = [], f"the engine failed ({type(error).__name__}: {error})"
-
         if failed:  # only here is the failed one free to go: the error's traceback held it
             warn(f"{failed}; a new one takes its place")
             self.replace()
@@ -117,8 +114,8 @@ class VllmEngine(Engine):
         super().forget_requests()
 
     def replace(self) -> None:
-        """End the engine, whose memory the new one needs, and start one with the current weights,
-        to be asked for all that is owed."""
+        """End the engine, whose memory is needed, and start one that is asked for all that is
+        owed."""
         self.restarts = 1
         with contextlib.suppress(Exception):  # it has failed already
             self.llm.llm_engine.engine_core.shutdown()
@@ -126,13 +123,12 @@ class VllmEngine(Engine):
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
-        self.llm, self.asleep = self.start(), False
+        self.start()
         self.load(self.model)
         self.asked, self.owed = [*self.owed.values(), *self.asked], {}
 
     def sampling(self, ours: SamplingParams):
-        """Sampling parameters as vLLM takes them: built once for all requests that have equal
-        ones."""
+        """Sampling parameters as vLLM takes them, built once for all requests with equal ones."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -158,19 +154,14 @@ class VllmEngine(Engine):
         pictures = pictures_of(context)
         if not pictures:
             return {"prompt_token_ids": context}
-        ids, shown = [], [place for place, _ in pictures]
-        for place, token in enumerate(context):
-            if token != self.image_token or place in shown:
-                ids.append(token)
+        firsts, pngs = zip(*pictures)
+        seen = [i for i, token in enumerate(context) if token != self.image_token or i in firsts]
+        names = [hashlib.sha256(png).hexdigest() for png in pngs]
         return {
-            "prompt_token_ids": ids,
-            "multi_modal_data": {"image": [opened(png) for _, png in pictures]},
-            "multi_modal_uuids": {
-                "image": [hashlib.sha256(png).hexdigest() for _, png in pictures]
-            },
+            "prompt_token_ids": [context[i] for i in seen],
+            "multi_modal_data": {"image": [*map(opened, pngs)]},
+            "multi_modal_uuids": {"image": names},
         }
-
-    # ------------ weights and memory ------------
 
     def load(self, model) -> None:
         """Take the policy's weights, and forget the prefixes and the pictures that the old ones
