@@ -12,8 +12,8 @@ from dataclasses import asdict, is_dataclass
 from runtime.distributed import processes
 from runtime.engines import EngineError
 from runtime.flags import shown
-from runtime.saving.checkpoints import finish_saving, has_rows, how_to_go_on, told_when_full
-from runtime.saving.files import replace_file, to_json
+from runtime.saving.checkpoints import finish_saving, how_to_go_on, told_when_full
+from runtime.saving.files import replace_file, rows_of, to_json
 
 import torch
 
@@ -23,12 +23,9 @@ current: list = []  # the Run that this process is at work in
 
 def ends_cleanly(main):
     """Around a script's main: what stops the run leaves one line that says what is kept and how to
-    go on. The W&B run is closed.
-
-    Ctrl-C and SIGTERM (a scheduler's), a full disk, and losses or weights that are not finite, of
-    which batch-N.json is left: the trajectories and tensors that main had. Other errors pass. Of
-    several processes the first one tells."""
-
+    go on: Ctrl-C and SIGTERM (a scheduler's), a full disk, and losses or weights that are not
+    finite, of which batch-N.json is left: the trajectories and tensors that main had. Other errors
+    pass. Of several processes the first one tells."""
     own_process = main.__module__ == "__main__"
 
     @functools.wraps(main)
@@ -102,7 +99,7 @@ def discard(run) -> None:
     if run.path and processes.rank() == 0:
         for left in ("engine", "checkpoints/draft"):
             shutil.rmtree(run.path / left, ignore_errors=True)
-    if not run.began or has_rows(run.path) or any(run.path.glob("batch-*.json")):
+    if not run.began or rows_of(run.path / "metrics.jsonl") or any(run.path.glob("batch-*.json")):
         return
     tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"
     for name in ("args.json", "run.json", *tables, "lock"):
@@ -130,6 +127,5 @@ def raise_terminated(*_):
     raise KeyboardInterrupt("SIGTERM")
 
 
-def leave(*_):
-    """What a signal does while the process is ending already: it ends at once, without a word."""
+def leave(*_):  # a signal while the process is ending already
     os._exit(1)

@@ -1,16 +1,6 @@
 """Run: a run's directory, rows, clock, seeds, evaluation and saving.
 
-    runs/NAME/metrics.jsonl     a row per iteration; iteration 0 is the evaluation before training
-    runs/NAME/episodes.jsonl    a row per trajectory: each step's text, validity, rewards, advantage
-    runs/NAME/eval_episodes.jsonl    the same of the evaluation panel, without advantages
-    runs/NAME/view.html         the run as a page, at its end
-    runs/NAME/pictures/         what the steps saw, where the world shows pictures: each once
-    runs/NAME/curve.png         success, return and credit, against iterations and minutes
-    runs/NAME/checkpoints/      saving/checkpoints.py
-    runs/NAME/engine/           the policy's weights for the servers of --engine-url, meanwhile
-    runs/NAME/batch-N.json      what was trained on when gradients stopped being finite
-
-Nothing here changes what is learnt.
+Nothing here changes what is learnt. docs/metrics.md has the files of a run.
 """
 
 import os
@@ -74,10 +64,10 @@ class Run:
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
-        open_run(self)
+        if processes.rank() == 0:
+            open_run(self)
+        args.run_args.resume, self.path = processes.broadcast((args.run_args.resume, self.path))
         torch.manual_seed(args.seed)
-
-    # ------------ models ------------
 
     def load_policy(self, lora=None):
         """(model, engine, chat): the policy of --model, with a LoRA adapter (a peft LoraConfig) if
@@ -95,13 +85,23 @@ class Run:
         except models.ModelError as error:
             refuse("model", args.model, str(error))
 
-        self.engine_kind = run_args.engine
+        self.engine_kind, given = run_args.engine, (self.model_path, self.chat.stop_ids, args)
         if run_args.engine == "auto":
             self.engine_kind = "vllm" if find_spec("vllm") else "hf"
-        if run_args.engine_url:
-            self.engine_kind = "servers"
         try:
-            self.engine = self.start_engine(self.engine_kind)
+            if run_args.engine_url:
+                from runtime.engines.servers import ServerEngine
+
+                self.engine_kind = "servers"
+                self.engine = ServerEngine(self.path / "engine", *given)
+            elif self.engine_kind == "vllm":
+                from runtime.engines.vllm import VllmEngine
+
+                self.engine = VllmEngine(*given)
+            else:
+                from runtime.engines.transformers import TransformersEngine
+
+                self.engine = TransformersEngine(*given)
         except EngineError as error:
             if run_args.engine_url:
                 refuse("engine_url", " ".join(run_args.engine_url), str(error))
@@ -116,19 +116,6 @@ class Run:
                 terminal.warn(f"--policy-lora-rank: {rounds}, {gap}; {way}")
         self.policy_model = model if fsdp.wanted() else model.to(self.device)
         return self.policy_model, self.engine, self.chat
-
-    def start_engine(self, kind: str):
-        """The engine of this kind: vllm, hf or servers. Raises EngineError."""
-        given = self.model_path, self.chat.stop_ids, self.args
-        if kind == "vllm":
-            from runtime.engines.vllm import VllmEngine as Engine
-        elif kind == "hf":
-            from runtime.engines.transformers import TransformersEngine as Engine
-        else:
-            from runtime.engines.servers import ServerEngine
-
-            return ServerEngine(self.path / "engine", *given)
-        return Engine(*given)
 
     def read_model(self, whole: bool, flag: str = "model"):
         """The causal language model that a flag names, one that sees where the world shows
@@ -186,8 +173,6 @@ class Run:
             self.row = {"iteration": 0, "time/elapsed": 0.0}
         self.seed(0)
 
-    # ------------ iterations ------------
-
     def seed(self, iteration: int) -> None:
         """Set all generators: what an iteration draws depends on (seed, iteration) alone, and on
         nothing before it."""
@@ -216,21 +201,9 @@ class Run:
 
     rollout = rollout  # an episode for each task, played side by side (runtime/rollout.py)
 
-    def seconds_left(self) -> float | None:
-        """What the iterations that are left will take, from those of this start; None before any,
-        and where none are left."""
-        begun, first = self.begun
-        done = self.iteration - first
-        if not done or self.iteration >= self.args.iterations:
-            return None
-        return (time.perf_counter() - begun) / done * (self.args.iterations - self.iteration)
-
     def evaluates(self, iteration: int) -> bool:
         """Whether the panel is played after this iteration."""
-        last = iteration == self.args.iterations
-        return last or iteration % self.args.run_args.eval_every == 0
-
-    # ------------ what is logged and saved ------------
+        return iteration % self.args.run_args.eval_every == 0 or iteration == self.args.iterations
 
     def lap(self, name: str) -> None:
         """Log the seconds since the last lap, or since the iteration began, as time/name."""
@@ -281,7 +254,10 @@ class Run:
             if self.board:
                 tables = report.tables(episodes=episodes, eval_episodes=panel)
                 self.board.log(self.row | tables, step=self.row["iteration"])
-            report.show(self.row, self.seconds_left())
+            begun, first = self.begun
+            done, left = self.iteration - first, self.args.iterations - self.iteration
+            pace = (time.perf_counter() - begun) / done if done else 0.0  # seconds an iteration
+            report.show(self.row, pace * left or None)
             report.draw_curve(self.rows, self.path)
         if self.iteration:
             kept = self.networks, self.tokenizer, self.args, self.lists

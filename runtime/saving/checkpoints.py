@@ -1,17 +1,12 @@
 """Checkpoints that are whole or absent, and taking them up again.
 
-    runs/NAME/checkpoints/N/    policy, prm, trained.safetensors (parameters and moments) and
-                                lists.pt (a PRM's replay), and state.json, which is written last
-                                and has size and SHA-256 of all
+    runs/NAME/checkpoints/N/    policy, prm, trained.safetensors (parameters, moments), lists.pt (a
+                                PRM's replay), state.json (size and SHA-256 of all, written last)
     runs/NAME/exported/N/       a LoRA policy with its base, dense: made once, at the run's end
-    runs/NAME/policy, prm       links into the last checkpoint, or to its export: Hugging Face
-                                format; a LoRA policy's is peft's until it is exported
-    runs/NAME/best              link to the policy of the best evaluation
+    runs/NAME/policy, prm, best links into the last and the best checkpoint, or to their exports
 
-A checkpoint is written under another name; then a thread hashes it, syncs it to the disk and
-renames it, while the run goes on. Safetensors, JSON and torch's weights_only are read. What an
-iteration draws depends on (seed, iteration) alone, so there are no random states to be kept: a run
-that was killed and taken up again gives what it would have given.
+A thread hashes, syncs and renames what was written under another name, while the run goes on. What
+an iteration draws depends on (seed, iteration) alone: there are no random states to be kept.
 """
 
 import errno
@@ -27,7 +22,7 @@ from pathlib import Path
 from runtime.data import Step, Trajectory
 from runtime.distributed import fsdp, processes
 from runtime.networks import Network, adapter_weights, is_adapted, on_cpu, plain, policy_weights
-from runtime.saving.files import hash_file, read_json, sync, to_json, write_json
+from runtime.saving.files import hash_file, read_json, rows_of, sync, to_json, write_json
 
 import torch
 from safetensors import safe_open
@@ -58,15 +53,13 @@ def save_checkpoint(
     run: Path, rows: list[dict], networks: list[Network], tokenizer, args, lists: dict[str, list]
 ) -> None:
     """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: as
-    --save-every says, after the last iteration, and after the best evaluation. The last --keep and
-    the best are kept.
+    --save-every says, after the last iteration, and after the best evaluation. It is on the disk
+    after finish_saving(). The last --keep and the best are kept.
 
-    A network is saved as the adapter of its name, one that is trained whole (the policy) as a dense
-    model in --dtype. lists: what a script keeps beside its networks, numbers and groups of
-    episodes. Trained parameters and their moments go to trained.safetensors as name.index[.moment].
-    Raises FloatingPointError where a parameter is not finite: such a network is not kept. Of
-    several processes the first one writes; of a sharded policy the others have parts to give. It is
-    on the disk after finish_saving()."""
+    A network is saved as the adapter of its name, or as a dense model in --dtype; parameters and
+    moments as name.index[.moment]; lists: numbers and groups of episodes of a script. Raises
+    FloatingPointError where a parameter is not finite. Of several processes the first one writes;
+    of a sharded policy the others have parts to give."""
     began, iteration, is_first = time.perf_counter(), rows[-1]["iteration"], processes.rank() == 0
     best, due = best_of(rows), None
     if is_first:
@@ -79,7 +72,13 @@ def save_checkpoint(
     if is_first:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was stopped
         draft.mkdir()
-    state = on_cpu((key, fsdp.whole(part)) for key, part in state_of(networks).items())
+    parts = {}  # {name.index[.moment]: tensor, or this process's part of it}
+    for network in networks:
+        for i, parameter in enumerate(network.trained):
+            moments = network.optimizer.state[parameter]
+            parts[f"{network.name}.{i}"] = parameter.detach()
+            parts |= {f"{network.name}.{i}.{name}": moment for name, moment in moments.items()}
+    state = on_cpu((key, fsdp.whole(part)) for key, part in parts.items())
     if is_first:
         save_file(state, draft / "trained.safetensors")
     for network in networks:
@@ -134,19 +133,6 @@ def finish_saving() -> None:
     while unfinished:
         wait(unfinished)
         unfinished.pop().result()
-
-
-def state_of(networks: list[Network]) -> dict:
-    """All trained parameters and their moments, {name.index[.moment]: tensor, or this process's
-    part of it}."""
-    state = {}
-    for network in networks:
-        for i, parameter in enumerate(network.trained):
-            key = f"{network.name}.{i}"
-            state[key] = parameter.detach()
-            for moment, value in network.optimizer.state[parameter].items():
-                state[f"{key}.{moment}"] = value
-    return state
 
 
 def kept(item):
@@ -207,7 +193,6 @@ def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenize
 
 
 def sync_all(directory: Path) -> None:
-    """See all files below a directory on the disk, and their names."""
     for path in (*directory.rglob("*"), directory):
         sync(path)
 
@@ -279,16 +264,10 @@ def told_when_full(run: Path):
         sys.exit(f"\nstopped: {error.filename}: {error.strerror}{how_to_go_on(run)}")
 
 
-def has_rows(run: Path) -> bool:
-    """Whether the run has finished so much as its first evaluation."""
-    table = run / "metrics.jsonl"
-    return table.exists() and table.stat().st_size > 0
-
-
 def how_to_go_on(run: Path) -> str:
     """What is kept of a run, and how to take it up."""
     if kept := kept_in(run):
         return f": iteration {int(kept[-1].name)} is kept in {run}; go on with --resume {run}"
-    if has_rows(run):
+    if rows_of(run / "metrics.jsonl"):
         return f": no iteration was finished; begin it again with --resume {run}"
     return ": nothing was finished, and nothing is kept; start again"

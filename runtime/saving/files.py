@@ -30,12 +30,11 @@ def read_json(path: Path):
 
 
 def write_json(path: Path, value) -> None:
-    """Write a file whole or not at all."""
     replace_file(path, to_json(value, indent=1))
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a draft beside the file, see it on the disk, and put it in the file's place."""
+    """Write a file whole or not at all."""
     draft = path.with_name(f".{path.name}.draft")
     draft.unlink(missing_ok=True)
     try:
@@ -47,7 +46,6 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def append(path: Path, lines: list[str]) -> None:
-    """Append lines and see them on the disk."""
     content = "".join(f"{line}\n" for line in lines)
     write(path, "ab", content.encode(errors="surrogateescape"))
 
@@ -98,7 +96,6 @@ def row_of(line: str) -> dict | None:
 
 
 def hash_file(path: Path) -> str:
-    """The file's SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

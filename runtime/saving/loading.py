@@ -8,17 +8,8 @@ from runtime.data import Step, Trajectory
 from runtime.distributed import processes
 from runtime.models import first_line
 from runtime.networks import Network
-from runtime.saving.checkpoints import (
-    FORMAT,
-    LISTS,
-    DamagedError,
-    best_of,
-    install,
-    kept_in,
-    link,
-    sum_of,
-    told_when_full,
-)
+from runtime.saving import checkpoints
+from runtime.saving.checkpoints import DamagedError, install, kept_in, told_when_full
 from runtime.saving.files import append, hash_file, lines_of, read_json, replace_file
 from runtime.view.terminal import warn
 
@@ -26,16 +17,11 @@ import torch
 from safetensors import safe_open
 
 
-def load_checkpoint(
-    run: Path, networks: list[Network], lists: dict[str, list]
-) -> tuple[int, list[dict]]:
-    """Take up the run's last whole checkpoint: (its iteration, the rows of metrics.jsonl up to it),
-    (0, []) of a run that was stopped before its first. Later rows come again; what they were goes
-    to replaced-*.jsonl.
-
-    A damaged checkpoint is set aside as N.damaged with a warning, and the one before it is taken.
-    Exits with one line that names the file where none is whole, or where one was written by a newer
-    version or for another model. Of several processes the first one reads and cleans up."""
+def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[int, list[dict]]:
+    """Take up the run's last whole checkpoint, or none: (its iteration, the rows of metrics.jsonl
+    up to it). Damaged ones are set aside. Exits with one line that names the file where none is
+    whole, or where one was written by another version or for another model. Of several processes
+    the first one reads and cleans up."""
     is_first, iteration, rows = processes.rank() == 0, 0, None
     path, about = processes.broadcast(last_whole(run) if is_first else None)
     if path:
@@ -50,7 +36,7 @@ def load_checkpoint(
             for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
                 rows = cut_table(run / name, iteration if path else -1)
             if path:
-                link(run, path, best_of(rows))
+                checkpoints.link(run, path, checkpoints.best_of(rows))
     return iteration, processes.broadcast(rows)
 
 
@@ -110,9 +96,10 @@ def read_checkpoint(path: Path) -> dict:
         number, written = about["format"], about.pop("sum")
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"{state}: missing, cut off or not a checkpoint's") from error
-    if number != FORMAT:
-        sys.exit(f"{state}: written in format {number}, this version reads {FORMAT}")
-    if sum_of(about) != written:
+    if number != checkpoints.FORMAT:
+        reads = f"this version reads {checkpoints.FORMAT}"
+        sys.exit(f"{state}: written in format {number}, {reads}")
+    if checkpoints.sum_of(about) != written:
         raise DamagedError(f"{state}: not what was written (its hash differs)")
 
     for name, (size, digest) in about["files"].items():
@@ -122,9 +109,9 @@ def read_checkpoint(path: Path) -> dict:
     try:  # a pickle that a hash vouches for runs no program either
         with safe_open(path / "trained.safetensors", framework="pt"):
             about["lists"] = {}
-        if LISTS in about["files"]:
+        if checkpoints.LISTS in about["files"]:
             with torch.serialization.safe_globals([Step, Trajectory]):
-                about["lists"] = torch.load(path / LISTS, weights_only=True)
+                about["lists"] = torch.load(path / checkpoints.LISTS, weights_only=True)
     except Exception as error:  # each library has its own
         raise DamagedError(f"{path}: {first_line(error)}") from error
     return about

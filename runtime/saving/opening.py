@@ -1,8 +1,4 @@
-"""The start of a run: a new directory, or that of the run which --resume names.
-
-runs/NAME/run.json          each start: command, versions, git commit, hardware, hashes
-runs/NAME/args.json         the flags
-"""
+"""The start of a run: a new directory, or that of the run which --resume names."""
 
 import os
 import sys
@@ -10,7 +6,6 @@ import time
 import uuid
 from pathlib import Path
 
-from runtime.distributed import processes
 from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in, told_when_full
 from runtime.saving.files import lock, read_json
@@ -34,16 +29,7 @@ def open_run(run) -> None:
     """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
     --resume names (auto: the run --run-name, else the newest unfinished one of this script with
     these flags, else a new one). Exits with one line where the run cannot be had: it does not
-    exist, its flags differ, another process is at work in it. Of several processes the first one
-    opens it."""
-    if processes.rank() == 0:
-        first_opens(run)
-    run_args = run.args.run_args
-    run_args.resume, run.path = processes.broadcast((run_args.resume, run.path))
-
-
-def first_opens(run) -> None:
-    """open_run in the first process."""
+    exist, its flags differ, another process is at work in it."""
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
     if auto:
@@ -154,7 +140,6 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
 
 
 def lost_flags(saved: dict, args) -> list[str]:
-    """The flags of a run that this version does not have."""
     lost = sorted(saved.keys() - flags_of(args).keys())
     return [f"--{name.replace('_', '-')} {saved[name]}" for name in lost]
 
