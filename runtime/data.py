@@ -17,8 +17,6 @@ from tqdm import tqdm
 
 FEW = 4  # sequences that go in one pass, with padding
 
-# ------------ token ids, with pictures among them ------------
-
 Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
 
 
@@ -50,9 +48,6 @@ class Seen(str):
     picture: bytes | None = None
 
 
-# ------------ episodes ------------
-
-
 @dataclass
 class Step:
     """One answer of the agent; the fields behind engine_logprobs are what the world says of it
@@ -71,10 +66,8 @@ class Step:
 
 @dataclass
 class Trajectory:
-    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again.
-
-    It is one sequence, in which each token is read once. Where a context does not go on where the
-    one before it ended (--history), a new sequence starts."""
+    """An episode as tokens: the ids that the engine saw and sampled, never tokenised again. Where a
+    context does not go on where the one before it ended (--history), a new sequence starts."""
 
     task: int  # trajectories of one task form a group
     token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...
@@ -101,7 +94,6 @@ class Trajectory:
 
     @property
     def success(self) -> bool:
-        """Whether the last step reached the goal."""
         return bool(self.steps) and self.steps[-1].success
 
     @property
@@ -165,9 +157,6 @@ def flatten(trajectories: list[Trajectory]) -> Batch:
     )
 
 
-# ------------ micro-batches ------------
-
-
 class MicroBatch(NamedTuple):
     """Sequences that pass through a model together, padded on the right, with s steps and k action
     tokens. One without steps is a share of work that other processes have (FSDP)."""
@@ -193,10 +182,9 @@ def sum_per_step(values: torch.Tensor, batch: Batch | MicroBatch) -> torch.Tenso
 def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     """Yield this process's micro-batches of the batch, under a progress bar: sequences of similar
     length, at most --micro-batch-tokens with their padding. No result depends on how they are cut.
-
     only: [S], or the length of whatever batch.token_step numbers; a sequence takes part where any
-    of its actions does. None: all do. Of sharded weights (FSDP) all processes gather each layer at
-    once, so one that has fewer micro-batches gets some without steps."""
+    of its actions does; None: all do. With sharded weights (FSDP) all processes compute at once, so
+    one that has fewer micro-batches gets some without steps."""
     sequences = batch.sequences
     if only is not None:
         wanted = only[batch.token_step]  # [K]
@@ -244,8 +232,6 @@ def padded(sequences: list[Sequence], batch: Batch) -> MicroBatch:
 def nothing(batch: Batch) -> MicroBatch:
     """A micro-batch without steps: a forward and a backward pass that change nothing."""
     first = batch.sequences[0]
-    ids = torch.zeros(2, dtype=torch.long)
-    if first.pictures:  # the tower's weights are gathered too
-        ids = first.ids
+    ids = first.ids if first.pictures else first.ids[:2]  # a tower's weights are gathered too
     no_action = torch.zeros_like(ids, dtype=torch.bool)
     return padded([Sequence(ids, no_action, ids[:0], first.pictures)], batch)

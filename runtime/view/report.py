@@ -56,9 +56,7 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     }
     row = summary_of(env) | {name: float(np.mean(of)) for name, of in values.items()}
     std = float(np.std(by_task, ddof=min(1, len(by_task) - 1)))
-    row["success_error"] = std / len(by_task) ** 0.5
-    if faults:
-        row["faults"] = faults
+    row |= {"success_error": std / len(by_task) ** 0.5} | ({"faults": faults} if faults else {})
     return {f"{kind}/{key}": value for key, value in row.items()}
 
 
@@ -72,14 +70,15 @@ def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
     """Write the pictures of these episodes to runs/NAME/pictures, each once, while there are at
     most so many: {PNG: its path in the run} of those that are there."""
     (run / "pictures").mkdir(exist_ok=True)
-    there = {f"pictures/{file.name}" for file in run.glob("pictures/*.png")}
-    named = {}
+    many, named = len([*run.glob("pictures/*.png")]), {}
     for png in dict.fromkeys(png for t in trajectories for png in seen_pictures(t)):
-        named[png] = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
-        if named[png] not in there and len(there) < most:
-            replace_file(run / named[png], png)
-            there.add(named[png])
-    return {png: name for png, name in named.items() if name in there}
+        name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
+        if not (run / name).exists() and many < most:
+            replace_file(run / name, png)
+            many += 1
+        if (run / name).exists():
+            named[png] = name
+    return named
 
 
 def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -> list[str]:
@@ -88,8 +87,7 @@ def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -
     numbers = {name: iter(values.tolist()) for name, values in columns.items()}
     lines = []
     for t in trajectories:
-        steps = []
-        seen = seen_pictures(t) if t.pictures else []
+        steps, seen = [], seen_pictures(t) if t.pictures else []
         for number, step in enumerate(t.steps):
             told = {"observation": step.observation, "action": step.action, "valid": step.valid}
             told |= {"reward": step.game_reward, "progress": step.progress}
@@ -130,7 +128,6 @@ def show(row: dict, left: float | None) -> None:
 
 
 def duration(seconds: float) -> str:
-    """In seconds, minutes or hours, two or three digits."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"

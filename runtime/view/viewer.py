@@ -87,10 +87,10 @@ def read_episodes(path: Path) -> dict[int, list[dict]]:
     wrote one."""
     found: dict[int, list[dict]] = {}
     for row in rows_of(path):
-        version = row.get("version", 1)
-        if type(version) is int and version > EPISODE_VERSION:
-            newer = f"a row has version {version}"
-            sys.exit(f"{path}: {newer}, and this program reads up to {EPISODE_VERSION}")
+        version = row.get("version")
+        if isinstance(version, int) and version > EPISODE_VERSION:
+            reads = f"this program reads up to {EPISODE_VERSION}"
+            sys.exit(f"{path}: a row has version {version}, and {reads}")
         if is_episode(row):
             found.setdefault(row["iteration"], []).append(row)
     return found
@@ -99,13 +99,12 @@ def read_episodes(path: Path) -> dict[int, list[dict]]:
 def is_episode(row: dict) -> bool:
     """Whether a row is what docs/episodes.md says, so that the page can show it."""
     try:
-        steps = row["steps"]
-        texts = [(step["observation"], step["action"], step.get("picture") or "") for step in steps]
-        numbers = [value for step in steps for name, value in step.items() if name not in TEXTS]
-        numbers += [row["task"], *(row.get(name) for name in ("outcome", "success", "truncated"))]
-        words = all(isinstance(text, str) for of_step in texts for text in of_step)
-        known = words and all("valid" in step for step in steps)
-        return known and all(isinstance(value, int | float | None) for value in numbers)
+        numbers = [row["task"], *(row.get(name) for name in ("outcome", "success", "truncated"))]
+        for step in row["steps"]:
+            texts = [step["observation"], step["action"], step.get("picture") or "", step["valid"]]
+            "".join(texts[:3])  # which raises where one is none
+            numbers += [value for name, value in step.items() if name not in TEXTS]
+        return all(isinstance(value, int | float | None) for value in numbers)
     except (LookupError, TypeError, AttributeError):
         return False
 
@@ -155,11 +154,8 @@ def number(value):
 def scales_of(steps: list[dict]) -> dict[str, float]:
     """{column: the absolute value within which WITHIN of the steps lie}, of what colours steps; a
     column that is 0 throughout is left out."""
-    scales = {}
-    for name in COLOURED:
-        if values := [abs(number(step[name])) for step in steps if number(step.get(name))]:
-            scales[name] = float(np.quantile(values, WITHIN))
-    return scales
+    of = {name: [abs(number(s[name])) for s in steps if number(s.get(name))] for name in COLOURED}
+    return {name: float(np.quantile(values, WITHIN)) for name, values in of.items() if values}
 
 
 def base64_of(content: bytes) -> str:
