@@ -22,21 +22,16 @@ def wanted() -> bool:
 
 def shard(model, dtype: str = "float32") -> None:
     """Divide the model's weights between the processes, layer by layer, with the adapters that are
-    on it: offloading and resharding are as accelerate's configuration says.
-
-    Where --dtype is bfloat16, a layer's weights are gathered and computed with in bfloat16, unless
-    the configuration names a precision; gradients are summed, and weights kept, in float32. What is
-    to train has to require gradients before: a weight, once gathered, keeps what it was."""
+    on it; accelerate's configuration says how. Where --dtype is bfloat16 and it names no precision,
+    weights are gathered and computed with in bfloat16; gradients are summed, and weights kept, in
+    float32. What is to train has to require gradients before."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    options = {}
-    if plugin.cpu_offload:
-        options["offload_policy"] = plugin.cpu_offload
-    if dtype == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if plugin.mixed_precision_policy:
-        options["mp_policy"] = plugin.mixed_precision_policy
+    bfloat16 = dtype == "bfloat16" and MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    options = {"mp_policy": plugin.mixed_precision_policy or bfloat16}
+    options |= {"offload_policy": plugin.cpu_offload}
+    options = {name: value for name, value in options.items() if value}
     reshard = {"reshard_after_forward": plugin.reshard_after_forward}
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or ()):
@@ -71,7 +66,6 @@ def shard_all(networks: list, dtype: str, device) -> None:
 
 
 def is_sharded(model) -> bool:
-    """Whether this model's weights are divided."""
     return isinstance(model, FSDPModule)
 
 

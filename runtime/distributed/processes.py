@@ -1,14 +1,10 @@
 """Several processes, on one machine or more: one training, of which each has a share.
 
-torchrun or accelerate launch starts them; accelerate carries what they tell each other. Every
-process has an engine of its own and plays whole groups; then all of them have all trajectories, and
-compute advantages and pairs of the whole batch alike. Forward and backward passes are divided,
-micro-batch by micro-batch, and gradients are summed before each optimiser step: an update is that
-of one process with the same trajectories, and all processes have the same weights. The first
-process writes the run's files. With an accelerate configuration for FSDP the policy is sharded
-between them.
-
-With one process each function here hands back what it was given.
+torchrun or accelerate launch starts them. Every process has an engine of its own and plays whole
+groups; then all of them have all trajectories, and compute advantages and pairs alike. Forward and
+backward passes are divided, micro-batch by micro-batch, and gradients are summed before each
+optimiser step: an update is that of one process with the same trajectories. The first process
+writes the run's files. With one process each function here hands back what it was given.
 """
 
 import atexit
@@ -43,10 +39,7 @@ class Quiet:
 
 def start(args) -> torch.device:
     """This process's device, once it knows the others; before the engine, which finds them
-    connected.
-
-    Exits where the launcher started another number of processes than --processes says, or fewer
-    tasks than that."""
+    connected. Exits where the launcher started another number of processes than --processes."""
     run_args = args.run_args
     number, launched = run_args.processes, int(os.environ.get("WORLD_SIZE", 1))
     if launched != number:
@@ -78,11 +71,9 @@ def start(args) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what large tensors free for the next ones.
-
-    It gives it back to the kernel otherwise, and pages taken anew in every pass cost 6 to 11 % of
-    an iteration (benchmarks/results/throughput-threads.md). MALLOC_* in the environment, glibc's
-    own way to say it, comes first."""
+    """Have glibc keep what large tensors free for the next ones: pages taken anew in every pass
+    cost 6 to 11 % of an iteration (benchmarks/results/throughput-threads.md). MALLOC_* in the
+    environment, glibc's own way to say it, comes first."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD [bytes]
@@ -104,10 +95,8 @@ def wait() -> None:
 
 def end() -> None:
     """End this process here, with status 0, if there are several and all of them have come here.
-
     What was registered to run at the end does. The interpreter's own end is left out: a thread of
-    gloo that still has a tensor to give back needs the interpreter for it, and aborts the process
-    where that is gone already, so that a whole run counted as failed."""
+    gloo that still has a tensor to give back would abort the process there."""
     if count() == 1:
         return
     wait()

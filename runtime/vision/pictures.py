@@ -25,12 +25,10 @@ def never_sampled(config) -> list[int]:
 
 
 class PictureProcessor:
-    """What stands between a PNG and the model's vision tower.
-
-    image_token: the id that stands for merge x merge patches. never: the tokens that the model may
-    not sample. features: what a frozen tower made of pictures. processor: transformers' own, else
-    that of the model's directory. Exits with one line that names --model where the model sees no
-    pictures, or places them (M-RoPE) in other numbers than its heads have."""
+    """What stands between a PNG and the model's vision tower. image_token: the id that stands for
+    merge x merge patches. features: what a frozen tower made of pictures. Exits with one line that
+    names --model where it sees no pictures, or places them (M-RoPE) in other numbers than its heads
+    have."""
 
     def __init__(self, path: str, config, model: str, processor=None):
         # it needs no torchvision, and equals the other one where nothing is resized
@@ -38,8 +36,8 @@ class PictureProcessor:
 
         self.model = model
         if config.model_type != "qwen2_5_vl":
-            kind = f"its type {config.model_type} sees no pictures here"
-            self.refuse(f"{kind}; the visual worlds need a Qwen2.5-VL")
+            needed = "the visual worlds need a Qwen2.5-VL"
+            self.refuse(f"its type {config.model_type} sees no pictures here; {needed}")
         text, tower = config.get_text_config(), config.vision_config
         sections = text.rope_parameters.get("mrope_section", SECTIONS)
         if 2 * sum(sections) * text.num_attention_heads != text.hidden_size:
@@ -53,8 +51,8 @@ class PictureProcessor:
         self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
         sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
         if (self.patch, self.merge, self.processor.temporal_patch_size) != sizes:
-            both = "preprocessor_config.json and config.json"
-            self.refuse(f"{both} differ in the size of patches or how many merge")
+            sizes = "the size of patches or how many merge"
+            self.refuse(f"preprocessor_config.json and config.json differ in {sizes}")
         self.image_token, self.never = config.image_token_id, never_sampled(config)
         self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
         self.features: dict[bytes, torch.Tensor] = {}
@@ -64,8 +62,7 @@ class PictureProcessor:
 
     def read(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
         """(patches [n, d], (rows, columns) of its tokens) of a picture; `patches` remembers them.
-        Exits with one line where it is no picture, has one colour alone, or would be resized, so
-        that a token were no cell any more, and where the processor makes all pixels alike."""
+        Exits with one line where it is none, or would not be seen as it is."""
         image = opened(png)
         rows, columns = image.height // self.patch, image.width // self.patch
         side, size = self.patch * self.merge, f"a picture has {image.width} x {image.height} pixels"
@@ -86,8 +83,7 @@ class PictureProcessor:
         return patches, (rows // self.merge, columns // self.merge)
 
     def refuse_sampled(self, action: list[int]) -> None:
-        """Exit with one line where an answer has a token of pictures or films: the next forward
-        pass would look for a picture there."""
+        """Exit where an answer has a token of pictures or films: the next pass would look there."""
         if {*self.never} & {*action}:
             banned = "which it may never say: its engine does not follow the ban (logit_bias)"
             sys.exit(f"--model {self.model} sampled a token of pictures or films, {banned}")
@@ -99,7 +95,6 @@ class PictureProcessor:
 
 
 def shows_pictures(env) -> bool:
-    """Whether the world's observations have a picture beside their words."""
     return getattr(env, "shows_pictures", False)
 
 
@@ -143,15 +138,12 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
     keeps = has_frozen_tower(causal) and not fsdp.is_sharded(causal)
     known = processor.features if keeps else {}
     found = {png: known[png] for png in pngs if png in known}
-    new = [png for png in dict.fromkeys(pngs) if png not in known]
-    if not new:
-        return found
-
-    patches = torch.cat([processor.patches(png)[0] for png in new]).to(causal.device)
-    thw = torch.tensor([[1, *processor.patches(png)[1]] for png in new]).to(causal.device)
-    thw[:, 1:] *= processor.merge
-    found |= zip(new, causal.base_model.get_image_features(patches, thw).pooler_output)
-    if keeps:
+    if new := [png for png in dict.fromkeys(pngs) if png not in known]:
+        patches = torch.cat([processor.patches(png)[0] for png in new]).to(causal.device)
+        thw = torch.tensor([[1, *processor.patches(png)[1]] for png in new]).to(causal.device)
+        thw[:, 1:] *= processor.merge
+        found |= zip(new, causal.base_model.get_image_features(patches, thw).pooler_output)
+    if keeps and new:
         known |= {png: found[png].detach() for png in new}
         for png in list(known)[:-KEPT]:
             del known[png]
@@ -176,10 +168,8 @@ def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, byt
 
 
 class Album:
-    """The pictures that an engine has read with one policy's weights, each once.
-
-    Each token of each picture has a number of its own, -1 and below: contexts of equal numbers have
-    equal pictures."""
+    """The pictures that an engine has read with one policy's weights. Each token of each picture
+    has a number of its own, -1 and below: contexts of equal numbers have equal pictures."""
 
     def __init__(self, causal):
         self.causal = causal
@@ -191,15 +181,13 @@ class Album:
     def numbered(self, contexts: list[list[int]]) -> list[list[int]]:
         """The contexts' ids, with their pictures' numbers."""
         pngs = dict.fromkeys(png for context in contexts for _, png in pictures_of(context))
-        new = [png for png in pngs if png not in self.numbers]
-        if new:
+        if new := [png for png in pngs if png not in self.numbers]:
             found = tower_features(self.causal, new)
             for png in new:
                 first = -1 - sum(map(len, self.numbers.values()))
                 self.numbers[png] = range(first, first - len(found[png]), -1)
                 self.grids[first] = self.causal.picture_processor.patches(png)[1]
             self.features = torch.cat([self.features, *(found[png] for png in new)])
-
         numbered = [list(context) for context in contexts]
         for ids, context in zip(numbered, contexts):
             for place, png in pictures_of(context):
