@@ -60,18 +60,14 @@ class RunArgs:
     track: bool = False
     """Log to Weights & Biases too (WANDB_MODE=offline works); an agent of a sweep always does."""
 
-
-class JsonObject(Text):
-    """A JSON object, on one line."""
-
-    def refusal(self, text: str) -> str:
-        """What is wrong with this text, or nothing."""
+    def __post_init__(self):
         try:
-            valid = isinstance(json.loads(text), dict)
+            is_object = isinstance(json.loads(self.chat_template_kwargs or "{}"), dict)
         except (ValueError, RecursionError):
-            valid = False
-        wrong = "" if valid else """has to be a JSON object, as '{"enable_thinking": false}'"""
-        return super().refusal(text) or wrong
+            is_object = False
+        if not is_object:
+            needs = """has to be a JSON object, as '{"enable_thinking": false}'"""
+            refuse("chat_template_kwargs", self.chat_template_kwargs, needs)
 
 
 # What the value of a flag may be, of every script and world. A flag of your own, which is not here,
@@ -103,9 +99,8 @@ TABLE = {
         pair_margin step_weight""",
     Text(): """model runs_dir resume out step_reward webshop_data sotopia_data alfworld_data
         partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
-        eval_judge_url eval_judge_model""",
+        eval_judge_url eval_judge_model chat_template_kwargs""",
     Text(component=True): "run_name",
-    JsonObject(): "chat_template_kwargs",
 }
 RANGES = {name: values for values, names in TABLE.items() for name in names.split()}
 OWN = {  # of a flag that is not in the table
