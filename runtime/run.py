@@ -69,6 +69,13 @@ class Run:
         args.run_args.resume, self.path = processes.broadcast((args.run_args.resume, self.path))
         torch.manual_seed(args.seed)
 
+    @property
+    def reading(self) -> dict:
+        """How frozen weights are read: for transformers' from_pretrained."""
+        given = self.args.run_args
+        reading = {"use_safetensors": True, "trust_remote_code": given.trust_remote_code}
+        return reading | {"dtype": getattr(torch, given.dtype)}
+
     def load_policy(self, lora=None):
         """(model, engine, chat): the policy of --model, with a LoRA adapter (a peft LoraConfig) if
         one is given; what samples from it; its tokens."""
@@ -121,10 +128,7 @@ class Run:
         """The causal language model that a flag names, one that sees where the world shows
         pictures. Weights that train as a whole are float32 always, frozen ones have the precision
         of --dtype."""
-        run_args = self.args.run_args
-        dtype = torch.float32 if whole else getattr(torch, run_args.dtype)
-        reading = {"dtype": dtype, "use_safetensors": True}
-        reading["trust_remote_code"] = run_args.trust_remote_code
+        reading = self.reading | ({"dtype": torch.float32} if whole else {})
         given = getattr(self.args, flag)
         path = self.model_path if flag == "model" else given
         try:

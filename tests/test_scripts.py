@@ -20,6 +20,7 @@ from importlib.util import find_spec
 
 import runtime.engines.transformers
 from envs.sotopia import DIMENSIONS
+from runtime.data import Step, Trajectory
 
 import pytest
 import torch
@@ -304,17 +305,10 @@ def test_through_vllm(play, script, flags):
 
 
 def lists_of(run, iteration):
-    """What a checkpoint keeps of a script's lists, tensors as lists."""
-
-    def plain(item):
-        if isinstance(item, dict):
-            return {key: plain(value) for key, value in item.items()}
-        if isinstance(item, list | tuple):
-            return [plain(each) for each in item]
-        return item.tolist() if isinstance(item, torch.Tensor) else item
-
+    """What a checkpoint keeps of a script's lists."""
     path = run / f"checkpoints/{iteration:06d}/lists.pt"
-    return plain(torch.load(path, weights_only=True)) if path.exists() else None
+    with torch.serialization.safe_globals([Step, Trajectory]):
+        return torch.load(path, weights_only=True) if path.exists() else None
 
 
 @pytest.mark.parametrize("script", LASTING)
