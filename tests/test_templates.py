@@ -27,6 +27,12 @@ QWEN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 FIRST = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
 
 
+@pytest.fixture(autouse=True)
+def no_run():
+    """Whose flags would go to the template."""
+    current.clear()
+
+
 # ------------ tokenizers: byte-level BPE, and BPE as SentencePiece has it ------------
 
 
@@ -359,17 +365,17 @@ def test_the_date_is_that_of_the_runs_begin_and_stays(tmp_path):
     starts[0]["time"] = "2024-07-26T00:30:00+1400"  # the day of the place where it began
     record.write_text(json.dumps({"starts": starts}))
     again = [*flags[:-3], "--resume", "runs/run", "--iterations", 2]
+    other = run_main("rloo_sokoban", *again, cwd=tmp_path, check=False)
+    assert "--chat-template-kwargs , was" in other.stderr
     run_main("rloo_sokoban", *again, *shout, cwd=tmp_path)
     later = current[0].tokenizer.decode(current[0].chat.prompt("Go."))
     assert later == "26 Jul 2024!<" + head.partition("<")[2]
 
-    other = run_main("rloo_sokoban", *again, cwd=tmp_path, check=False)
-    assert "--chat-template-kwargs , was" in other.stderr
-    unread = ["--chat-template-kwargs", '{"shuot": true}', "--override", "chat-template-kwargs"]
-    other = run_main("rloo_sokoban", *again, *unread, cwd=tmp_path, check=False)
-    assert other.stderr.splitlines()[-1] == (
-        '--chat-template-kwargs {"shuot": true}: --model\'s chat template reads no shuot'
-    )
+    current[0].args.run_args.chat_template_kwargs = '{"shuot": true}'
+    with pytest.raises(SystemExit) as stop:
+        read_chat(current[0].tokenizer, [], "model")
+    flag = '--chat-template-kwargs {"shuot": true}'
+    assert stop.value.code == f"{flag}: --model's chat template reads no shuot"
 
 
 @pytest.mark.parametrize("value", ("{", "[1]", "3", "{'a': 1}", "[" * 4000))
@@ -389,7 +395,6 @@ def test_a_template_that_refuses_the_messages_is_told_in_one_line():
 
 def test_an_end_that_the_template_never_writes_is_told(capsys):
     """A base model's tokenizer under an instruct model's template: no answer would end."""
-    current.clear()
     for eos, told in (("<|endoftext|>", True), ("<|im_end|>", False)):
         ours = dressed(byte_level(IM), CHATML, (None, eos))
         read_chat(ours, [ours.eos_token_id], "base/model")
