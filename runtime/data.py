@@ -1,8 +1,7 @@
 """Episodes as tokens: from what was said, turn by turn, to flat tensors and micro-batches.
 
-A trajectory is one sequence of tokens in which the environment's words and the agent's actions
-alternate, built from the ids that the engine saw and sampled. N trajectories, S steps and K action
-tokens are numbered through a batch; index tensors say what belongs to what.
+A trajectory is one sequence of tokens, the environment's words and the agent's actions in turn. N
+trajectories, S steps and K action tokens are numbered; index tensors say what belongs to what.
 """
 
 from collections.abc import Hashable
@@ -29,7 +28,6 @@ class Context(list):
 
 
 def pictures_of(ids: list[int]) -> Places:
-    """The pictures of a sequence; of plain lists none."""
     return getattr(ids, "pictures", [])
 
 
@@ -50,8 +48,7 @@ class Seen(str):
 
 @dataclass
 class Step:
-    """One answer of the agent; the fields behind engine_logprobs are what the world says of it
-    (envs/README.md)."""
+    """One answer of the agent; from `valid` on, what the world says of it (envs/README.md)."""
 
     observation: str  # the environment's words before the answer
     action: str  # the whole answer
@@ -80,8 +77,7 @@ class Trajectory:
     anchor: Hashable = None  # the state before the first step, as Step.anchor has it
 
     def append(self, context: list[int], action: list[int]) -> None:
-        """The tokens of the next step: the context that the engine saw and the action that it
-        sampled."""
+        """The tokens of the next step: the context that the engine saw, and what it sampled."""
         known = len(self.token_ids) - self.starts[-1]
         if self.token_ids[self.starts[-1] :] != context[:known]:
             self.starts.append(len(self.token_ids))
@@ -112,8 +108,7 @@ class Sequence(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Trajectories as flat tensors: N trajectories, S steps, K action tokens; what belongs together
-    are neighbours."""
+    """Trajectories as flat tensors; what belongs together are neighbours."""
 
     sequences: list  # [Sequence] what the forward passes read
     outcomes: torch.Tensor  # [N]
@@ -144,7 +139,6 @@ def flatten(trajectories: list[Trajectory]) -> Batch:
             sequences.append(Sequence(ids, is_action, tokens, pictures))
             token_step += acting
         step_traj += [number] * len(t.steps)
-
     return Batch(
         sequences,
         outcomes=torch.tensor([float(t.outcome) for t in trajectories]),
@@ -189,7 +183,6 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     if only is not None:
         wanted = only[batch.token_step]  # [K]
         sequences = [s for s in sequences if wanted[s.tokens].any()]
-
     packs = pack(sequences, args.run_args.micro_batch_tokens)
     count = processes.count()
     mine, most = packs[processes.rank() :: count], -(-len(packs) // count)
@@ -201,8 +194,7 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
 
 def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
     """Sequences of similar length together, none a fifth shorter than the longest, at most `budget`
-    tokens with their padding, or one sequence. A few go together whatever their length: a pass of
-    its own costs more than padding."""
+    tokens with their padding, or one sequence; a few whatever their length."""
     if 0 < len(sequences) <= FEW and len(sequences) * max(len(s.ids) for s in sequences) <= budget:
         return [sequences]
     packs: list[list[Sequence]] = []
@@ -216,7 +208,6 @@ def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
 
 
 def padded(sequences: list[Sequence], batch: Batch) -> MicroBatch:
-    """These sequences of the batch as a micro-batch."""
     tokens = torch.cat([s.tokens for s in sequences])  # [k]
     steps, token_step = batch.token_step[tokens].unique(return_inverse=True)  # [s], [k]
     return MicroBatch(

@@ -22,10 +22,9 @@ current: list = []  # the Run that this process is at work in
 
 
 def ends_cleanly(main):
-    """Around a script's main: what stops the run leaves one line that says what is kept and how to
-    go on: Ctrl-C and SIGTERM (a scheduler's), a full disk, and losses or weights that are not
-    finite, of which batch-N.json is left: the trajectories and tensors that main had. Other errors
-    pass. Of several processes the first one tells."""
+    """Around a script's main: what stops the run (a signal, a full disk, numbers that are not
+    finite) leaves one line that says what is kept and how to go on. Other errors pass. Of several
+    processes the first one tells."""
     own_process = main.__module__ == "__main__"
 
     @functools.wraps(main)
@@ -94,8 +93,7 @@ def stop(run, error: BaseException) -> None:
 
 
 def discard(run) -> None:
-    """Remove what a run has left unfinished, and the directory that this process made for it where
-    nothing was kept in it."""
+    """Remove what a run left unfinished, and its new directory where nothing was kept in it."""
     if run.path and processes.rank() == 0:
         for left in ("engine", "checkpoints/draft"):
             shutil.rmtree(run.path / left, ignore_errors=True)

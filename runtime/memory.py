@@ -1,9 +1,6 @@
 """What an iteration takes of memory: arithmetic on the model's shape and the flags, before anything
-is loaded. benchmarks/memory.py compares it with what is measured.
-
-The peak is in an update: weights, gradients and moments of what trains, frozen weights, and what
-autograd keeps of one micro-batch. The engine sleeps meanwhile on a GPU; while it is awake it has a
-share of the card beside weights and moments.
+is loaded. The peak is in an update; a GPU's engine sleeps meanwhile. benchmarks/memory.py compares
+it with what is measured.
 """
 
 import os
@@ -38,7 +35,6 @@ class Shape:
 
     @property
     def layer(self) -> int:
-        """Weights of a layer."""
         return sum(a * b for a, b in self.matrices)
 
     @property
@@ -47,7 +43,6 @@ class Shape:
 
     @property
     def dense(self) -> int:
-        """All weights."""
         return self.layers * self.layer + self.embeddings
 
     @property
@@ -83,8 +78,7 @@ class Setting:
 
 
 def shape_of(config) -> Shape | None:
-    """The decoder's shape, by its configuration; None where it is not one of dense layers with a
-    gated feed-forward, as Llama's, Qwen's and Mistral's are."""
+    """The decoder's shape; None where its layers are not dense ones with a gated feed-forward."""
     whole, config = config, config.get_text_config(decoder=True)
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
     sizes = [getattr(config, name, None) for name in names.split()]
@@ -111,13 +105,11 @@ def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float
     prm = 16 * shape.adapter * setting.second_rank + setting.own_base * shape.dense
     if setting.prm_copy and not adapted:
         prm = 16 * shape.dense / setting.cards
-
     gathered = 0.0
     if setting.cards > 1:  # a layer and the next one, and what belongs to none; with gradients
         gathered = 2 * setting.number * (2 * shape.layer + shape.embeddings)
     elif setting.dtype == "bfloat16" and not adapted:  # autocast's copy, kept for the backward pass
         gathered = 2 * shape.dense
-
     layer = setting.tokens * kept_by_layer(shape, setting.dtype)
     activations = (shape.layers + 1) * layer  # and one layer's gradients
     if setting.recompute:  # what goes into each layer, and one layer with its gradients
@@ -136,10 +128,9 @@ def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float
 
 
 def kept_by_layer(shape: Shape, dtype: str) -> int:
-    """What a layer keeps of a token for its backward pass [bytes], as torch's saved tensors show
-    it: two norms with input and output, what the projections read, queries, keys, values,
-    attention's output, four of the feed-forward's width. bfloat16 has a copy of its input for each
-    projection, and its norms stay float32."""
+    """What a layer keeps of a token for its backward pass [bytes]: norms with input and output,
+    what the projections read, queries, keys, values, attention's output, four of the feed-forward's
+    width. bfloat16 has a copy of its input for each projection, and its norms stay float32."""
     h, i, q, k = shape.hidden, shape.inner, shape.queries, shape.keys
     norms = q + k if shape.head_norms else 0
     if dtype == "bfloat16":
@@ -227,7 +218,6 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
     need = needed(shape, setting, gpu)
     if need <= memory:
         return
-
     parts = predict(shape, setting, gpu).items()
     listed = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts if part >= GIB / 10)
     advice = "nothing that this library has would fit: a smaller --model"

@@ -27,17 +27,14 @@ class Stage:
 
 def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
-    plays its share of them. All processes get all trajectories, in the order of tasks.
-
-    Episodes whose world raised are left out, named and counted (run.faults). Exits with one line
-    where more than a fifth are, where none is left, and where members of a group begin with
-    different prompts."""
+    plays its share. All processes get all trajectories, in the order of tasks. Those whose world
+    raised are left out, named and counted (run.faults). Exits with one line where more than a fifth
+    are, where none is left, and where members of a group begin with different prompts."""
     tasks = [task_of(env, task) for task in tasks]
     mine = processes.my_tasks(tasks, getattr(env, "together", None))
     faults: list[str] = []
     with draws_of_its_own():
         played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
-
     faults = processes.gather(faults)
     run.faults += len(faults)
     if len(faults) > FAILED_SHARE * len(tasks):
@@ -65,7 +62,6 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
                 warn(f"{fault}; this episode is left out")
                 faults.append(str(fault).partition(": ")[2])
             return None
-
         t.anchor, seen = door.episode.anchor, door.episode.prompt
         is_same = prompts.setdefault(task, (seen, seen.picture)) == (seen, seen.picture)
         door.require(is_same, "prompt", seen, "the same as in the task's other episodes")
@@ -86,8 +82,7 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
 
 @contextmanager
 def draws_of_its_own():
-    """With several processes each samples from numbers of its own, and what is drawn afterwards is
-    the same in all of them."""
+    """Several processes sample from numbers of their own, and draw the same ones afterwards."""
     if processes.count() == 1:
         yield
         return

@@ -1,6 +1,5 @@
-"""Run: a run's directory, rows, clock, seeds, evaluation and saving.
-
-Nothing here changes what is learnt. docs/metrics.md has the files of a run.
+"""Run: a run's directory, rows, clock, seeds, evaluation and saving (docs/metrics.md has its
+files). Nothing here changes what is learnt.
 """
 
 import os
@@ -37,11 +36,9 @@ __all__ = ["Run", "ends_cleanly", "mean_of"]
 
 
 class Run:
-    """What a script keeps of a run while it trains.
-
-    eval_env, eval_tasks: the world that evaluates and the panel, each task --eval-samples times.
-    is_new: nothing has been evaluated yet. path: the run's directory. faults: episodes whose world
-    raised, since the last log_episodes."""
+    """What a script keeps of a run while it trains. eval_env, eval_tasks: the world that evaluates
+    and the panel, each task --eval-samples times. is_new: nothing has been evaluated yet. path: the
+    run's directory. faults: episodes whose world raised, since the last log_episodes."""
 
     def __init__(self, args, env):
         self.args, self.env = args, env
@@ -57,7 +54,6 @@ class Run:
         tasks = evaluation_tasks(env, args.run_args.eval_set)
         panel = tasks[: args.run_args.eval_tasks]
         self.eval_tasks = [task for task in panel for _ in range(args.run_args.eval_samples)]
-
         self.rows, self.row, self.networks, self.lists = [], {}, [], {}
         self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included
@@ -125,9 +121,8 @@ class Run:
         return self.policy_model, self.engine, self.chat
 
     def read_model(self, whole: bool, flag: str = "model"):
-        """The causal language model that a flag names, one that sees where the world shows
-        pictures. Weights that train as a whole are float32 always, frozen ones have the precision
-        of --dtype."""
+        """The causal language model that a flag names. Weights that train as a whole are float32
+        always, frozen ones have the precision of --dtype."""
         reading = self.reading | ({"dtype": torch.float32} if whole else {})
         given = getattr(self.args, flag)
         path = self.model_path if flag == "model" else given
@@ -157,8 +152,7 @@ class Run:
 
     def resume(self, *networks: Network, **lists: list) -> None:
         """Say what the run is, divide what FSDP shards, and take up the last checkpoint if there is
-        one: it has the networks, their optimisers, and the script's lists (numbers, and groups of
-        episodes), which are filled in place."""
+        one: networks, their optimisers, and the script's lists, which are filled in place."""
         self.networks, self.lists = list(networks), lists
         of_each = [network.model for network in networks]
         if self.args.run_args.gradient_checkpointing and not recompute_layers(of_each):
@@ -178,16 +172,14 @@ class Run:
         self.seed(0)
 
     def seed(self, iteration: int) -> None:
-        """Set all generators: what an iteration draws depends on (seed, iteration) alone, and on
-        nothing before it."""
+        """Set all generators: what an iteration draws depends on (seed, iteration) alone."""
         number = self.args.seed + 1_000_003 * iteration
         random.seed(f"{self.args.seed} {iteration}")
         torch.manual_seed(number)
         np.random.seed((number + processes.rank()) % 2**32)  # vLLM draws seeds from it
 
     def iterations(self):
-        """Yield the iterations that are left, each with its own seeds and a new row; then report
-        and export."""
+        """Yield the iterations that are left, with seeds and a new row; report and export."""
         last = 0 if self.args.run_args.eval_only else self.args.iterations
         self.begun = time.perf_counter(), self.iteration
         for iteration in range(self.iteration + 1, last + 1):
@@ -216,8 +208,7 @@ class Run:
         self.lapped = now
 
     def log(self, kind: str, values: dict) -> None:
-        """Put values into the iteration's row, as kind/name; a later one replaces an earlier
-        one."""
+        """Put values into the iteration's row, as kind/name."""
         self.row |= {f"{kind}/{name}": value for name, value in values.items()}
 
     def log_episodes(self, kind: str, trajectories: list) -> None:

@@ -1,7 +1,5 @@
-"""The door through which everything comes that a world returns (envs/README.md).
-
-Numbers of numpy and torch become Python's. A field of the wrong type ends the run with one line
-that names world, task, field and what was expected: the world's program is wrong. A world that
+"""The door through which everything comes that a world returns (envs/README.md): numbers of numpy
+and torch become Python's, a field of the wrong type ends the run with one line, and a world that
 raises costs its own episode (WorldFault).
 """
 
@@ -96,8 +94,7 @@ class Episode:
         return door.number("reward", reward), bool(success), door.number("score", score)
 
     def step(self, text: str):
-        """(observation, reward, done, info) of an answer; of a world that has to be awaited,
-        something to await."""
+        """(observation, reward, done, info) of an answer, or something to await that returns it."""
         with self.door.guarded():
             result = self.own.step(text)
         return self.checked_later(result) if inspect.isawaitable(result) else self.checked(result)
@@ -165,8 +162,7 @@ def task_of(env, task) -> int:
 
 
 def summary_of(env) -> dict[str, float]:
-    """What the world has to say of the episodes since the last call, as numbers; {} where it says
-    nothing. Exits with one line where a value is no number."""
+    """The world's numbers of the episodes since the last call; exits where a value is no number."""
     found = env.summary() if hasattr(env, "summary") else {}
     require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
     numbers = {key: number_of(value) for key, value in found.items()}

@@ -1,8 +1,6 @@
-"""FSDP: a network's weights, gradients and moments divided between the processes.
-
-accelerate's configuration asks for it (configs/fsdp.yaml). Each process then has a share of every
-parameter, a DTensor; a layer's weights are gathered while it computes. Gradients are summed over
-processes, not averaged. Everything that is sharded is dealt with here and nowhere else.
+"""FSDP: a network's weights, gradients and moments divided between the processes, as accelerate's
+configuration says (configs/fsdp.yaml). Each has a share of every parameter, a DTensor; a layer's
+weights are gathered while it computes. Gradients are summed over processes, not averaged.
 """
 
 import os
@@ -47,8 +45,7 @@ def shard(model, dtype: str = "float32") -> None:
 
 def shard_all(networks: list, dtype: str, device) -> None:
     """Divide the weights of these networks (runtime.networks.Network) and bring them to the device;
-    their optimisers, which have no moments yet, get the parts. Networks with a base of their own
-    that nobody trains stay whole."""
+    their optimisers, without moments yet, get the parts. A base that nobody trains stays whole."""
     for model in {id(n.plain): n.plain for n in networks}.values():
         ours = [network for network in networks if network.plain is model]
         named = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -75,9 +72,8 @@ def through(model, function, *inputs):
 
 
 def shares(model) -> dict[str, torch.nn.Parameter]:
-    """{name: parameter} of a model, of a sharded one this process's part of each, which are what
-    its optimiser has: a forward pass may have left some of them gathered, in memory that FSDP is
-    going to free and nobody else may hold."""
+    """{name: parameter} of a model, of a sharded one this process's part of each: a forward pass
+    may have left some of them gathered, in memory that FSDP is going to free."""
     for module in model.modules():
         if is_sharded(module):
             module.reshard()

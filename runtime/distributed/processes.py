@@ -54,7 +54,6 @@ def start(args) -> torch.device:
         os.sched_setaffinity(0, cores[local::neighbours] or cores)
         if neighbours == launched:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     if state.num_processes != number:
         sys.exit(f"--processes {number}: accelerate connected {state.num_processes}; {GIVES}")
@@ -89,14 +88,12 @@ def rank() -> int:
 
 
 def wait() -> None:
-    """Until all processes have come here."""
     PartialState().wait_for_everyone()
 
 
 def end() -> None:
     """End this process here, with status 0, if there are several and all of them have come here.
-    What was registered to run at the end does. The interpreter's own end is left out: a thread of
-    gloo that still has a tensor to give back would abort the process there."""
+    The interpreter's own end is left out: a thread of gloo with a tensor left would abort."""
     if count() == 1:
         return
     wait()
@@ -118,7 +115,7 @@ def lost_another(error: BaseException) -> bool:
 
 def my_tasks(tasks: list[int], together=None) -> list[int]:
     """This process's part of tasks in which equal ones are neighbours: whole groups, in their
-    order. together(task): groups of equal value are not divided."""
+    order; together(task): groups of equal value are not divided."""
     together = together or (lambda task: task)
     units = list(dict.fromkeys(map(together, tasks)))
     first, last = (len(units) * i // count() for i in (rank(), rank() + 1))
@@ -141,7 +138,6 @@ def total(values):
 
 
 def summed(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over processes, on its device."""
     return reduce(tensor, "sum") if count() > 1 else tensor
 
 

@@ -50,9 +50,8 @@ class Request(NamedTuple):
 
 
 class Engine:
-    """What engines in this process share: requests wait, in order, until serve() answers them.
-
-    asked: requests that work() has not taken yet. owed: those it has begun to answer, by name."""
+    """What engines in this process share. asked: requests that work() has not taken yet; owed:
+    those it has begun to answer, by name."""
 
     def __init__(self):
         self.restarts = 0
@@ -61,16 +60,15 @@ class Engine:
         self.bell = asyncio.Event()  # rings when something is asked
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
-        """One answer to a context: its ids, the stop token included, and their log-probabilities at
-        the temperature, after top_k and top_p."""
+        """One answer to a context: its ids, the stop token included, and their
+        log-probabilities."""
         request = Request(context, sampling, asyncio.get_running_loop().create_future())
         self.asked.append(request)
         self.bell.set()
         return await request.answer
 
     async def serve(self) -> None:
-        """Answer what is asked, until this is cancelled; then nothing is owed any more. Raises
-        EngineError, and whatever else the engine fails with."""
+        """Answer what is asked, until this is cancelled. Raises EngineError, and others."""
         self.bell = asyncio.Event()  # one before may belong to another loop
         try:
             while True:
@@ -96,7 +94,6 @@ class Engine:
 
 
 def give(request: Request, sample: Sample) -> None:
-    """Answer a request, if somebody still waits."""
     if not request.answer.done():
         request.answer.set_result(sample)
 

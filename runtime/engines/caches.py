@@ -7,7 +7,7 @@ ROOM = 64  # tokens that are appended before a layer's keys and values are copie
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer's keys and values [B, heads, T, width], with memory behind them for the next tokens.
+    """A layer's keys and values [B, heads, T, width], with memory behind them for the next tokens:
     transformers' own copies all of them for every token."""
 
     def update(self, key_states, value_states, *args, **kwargs):

@@ -12,8 +12,7 @@ class PolicyWeights:
 
 
 def repack_tied_head(model) -> None:
-    """Pack a CPU head's weight anew: it computes with a packed copy, which reload_weights leaves
-    old where the head is tied."""
+    """Pack a CPU's tied head anew: it computes with a copy, which reload_weights leaves old."""
     for module in model.modules():
         if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -1,14 +1,11 @@
-"""Servers elsewhere: vLLM on other machines samples, and this process trains.
+"""vLLM servers elsewhere sample, and this process trains (docs/many-gpus.md).
 
---engine-url names them; docs/many-gpus.md has the command that starts one. A request goes to the
-server that has the fewest, with a seed of its own, so that a sample which is asked for again is the
-same.
-
-Weights go by files, in a directory of the run that the servers see too: a LoRA policy as an adapter
-on --model, under a new name after each update, a whole policy in the place of the server's weights.
-Every answer says which weights it is of, and the prefix cache has a new salt whenever weights are
-taken. A server that is lost is asked to take them again until it is back; what it owed is asked for
-again, of the others if there are any.
+A request goes to the server that has the fewest, with a seed of its own, so that a sample which is
+asked for again is the same. Weights go by files, in a directory of the run that the servers see
+too: a LoRA policy as an adapter on --model, under a new name after each update, a whole policy in
+the place of the server's weights. Every answer says which weights it is of, and the prefix cache
+has a new salt whenever weights are taken. A server that is lost is asked to take them again until
+it is back; what it owed is asked for again, of the others if there are any.
 """
 
 import asyncio
@@ -70,9 +67,7 @@ class Server:
 
 
 class ServerEngine:
-    """vLLM servers. directory: where weights are left for them; they have to see it too.
-
-    restarts: how often a server was lost in a rollout, and had to get the weights again."""
+    """vLLM servers. directory: of weights for them; restarts: how often one was lost."""
 
     def __init__(self, directory: Path, path: str, stop_ids: list[int], args):
         self.directory, self.path = directory.resolve(), path
@@ -94,8 +89,7 @@ class ServerEngine:
             yield
 
     async def call(self, server: Server, path: str, content: dict | None = None):
-        """The response to a request, a GET where nothing is sent. Raises LostError, and EngineError
-        where the server refuses."""
+        """The response to a request, a GET where nothing is sent. Raises LostError, EngineError."""
         method = "GET" if content is None else "POST"
         try:
             response = await self.client.request(method, server.url + path, json=content)
@@ -189,8 +183,7 @@ class ServerEngine:
         return [server for server in self.servers if server.weights == self.weights]
 
     def choose(self) -> Server:
-        """The server with the fewest requests in flight; an episode stays with the one that has
-        read its beginning, unless that has much more to do."""
+        """The server with the fewest requests, or the one that has read the episode's beginning."""
         home = self.homes.get(asyncio.current_task())
         best = min(self.ready_servers(), key=lambda s: s.in_flight - PREFIX * (s is home))
         self.homes[asyncio.current_task()] = best
@@ -204,8 +197,7 @@ class ServerEngine:
         server.is_lost = True
 
     async def serve(self) -> None:
-        """Hold the connections, and bring back servers that were lost, until this is cancelled.
-        Raises EngineError where all stay away."""
+        """Bring back servers that were lost. Raises EngineError where all stay away."""
         self.fruitless = 0
         async with self.connected():
             while True:
@@ -241,7 +233,6 @@ class ServerEngine:
         pass
 
     def load(self, model) -> None:
-        """Leave the policy's weights for the servers, and have them take these."""
         self.updates += 1
         tag, is_first = f"{self.name}-{self.updates}", processes.rank() == 0
         path = self.directory / tag
@@ -258,7 +249,6 @@ class ServerEngine:
             if is_first:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(tag, str(path))
-
         failed = processes.broadcast(asyncio.run(self.hand_over()) if is_first else "")
         if failed:
             raise EngineError(failed)
@@ -276,8 +266,7 @@ class ServerEngine:
 
 
 def missing_flags(config: dict, args) -> str:
-    """What a server of this configuration has to be started with besides; nothing if all is as it
-    has to be."""
+    """What a server of this configuration has to be started with besides."""
 
     def of(part: str, name: str):
         return (config.get(f"{part}_config") or {}).get(name)

@@ -1,7 +1,5 @@
-"""transformers on the trainer's own model, for machines without vLLM.
-
-All who ask at once are answered together, in the order in which they asked: the same seed gives the
-same samples, bit for bit.
+"""transformers on the trainer's own model. All who ask at once are answered together, in the order
+in which they asked: the same seed gives the same samples, bit for bit.
 """
 
 import asyncio
@@ -22,11 +20,9 @@ QUIET = 3  # passes of the event loop in which nobody has asked, before those wh
 
 
 class TransformersEngine(Engine):
-    """transformers on the trainer's own model.
-
-    Keys and values of the last contexts and their samples are kept: of a context that goes on where
-    one of them ended only the rest is read. Where contexts do not all fit --engine-memory (on a GPU
-    --engine-gpu-share), they are read in parts, each from its beginning."""
+    """Keys and values of the last contexts and their samples are kept: of a context that goes on
+    where one of them ended only the rest is read. Where contexts do not all fit --engine-memory (on
+    a GPU --engine-gpu-share), they are read in parts, each from its beginning."""
 
     def __init__(self, path: str, stop_ids: list[int], args):
         super().__init__()
@@ -38,25 +34,21 @@ class TransformersEngine(Engine):
         self.sleep()
 
     def sleep(self) -> None:
-        """Leave the memory to the trainer; nothing that was read is kept."""
         self.forget()
         self.album = None  # of a model that sees: the pictures of contexts since the last load
 
     def forget(self) -> None:
-        """Empty the cache of keys and values."""
         self.cache, self.seen = None, torch.zeros(0, 0)
         self.rows = []  # (context, the same with its sample) of each row of the cache
         self.shift = 0  # [B, 1] by how much positions differ from places, where there are pictures
 
     async def work(self) -> None:
-        """Wait until everybody has asked who does so without waiting for something else; then
-        answer all of them, those with equal sampling parameters together."""
+        """Wait until all have asked who do not wait for something else; then answer all of them."""
         number, quiet = 0, 0
         while quiet < QUIET:
             quiet = quiet + 1 if number == len(self.asked) else 0
             number = len(self.asked)
             await asyncio.sleep(0)
-
         parts: dict[str, list[Request]] = {}
         for request in self.take():
             parts.setdefault(repr(request.sampling), []).append(request)
@@ -75,7 +67,6 @@ class TransformersEngine(Engine):
         longest = max(map(len, contexts)) + sampling.max_tokens
         if len(contexts) <= self.fitting(2 * longest):  # half of the columns may be hidden ones
             return self.generate_batch(contexts, sampling)
-
         samples, most = [], self.fitting(longest)
         for i in range(0, len(contexts), most):
             self.forget()
@@ -83,8 +74,7 @@ class TransformersEngine(Engine):
         return samples
 
     def fitting(self, columns: int) -> int:
-        """How many contexts of so many tokens the memory holds: a key and a value for each layer
-        and head."""
+        """How many contexts of so many tokens the memory holds: keys and values of all layers."""
         config = self.model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = getattr(config, "head_dim", None)
@@ -98,7 +88,6 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def generate_batch(self, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
-        """Answers to contexts whose keys and values fit the memory."""
         logprobs = self.read(contexts, sampling)  # [B, vocabulary]
         stop_ids = sampling.stop_token_ids
         stop_ids = self.stop_ids if stop_ids is None else stop_ids
@@ -114,7 +103,6 @@ class TransformersEngine(Engine):
             sampled.append(ids)
             theirs.append(logprobs.gather(1, ids))
             alive = alive & ~torch.isin(ids, stops)
-
         samples = []
         for ids, logprobs in zip(torch.cat(sampled, 1).tolist(), torch.cat(theirs, 1).tolist()):
             end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
@@ -124,13 +112,11 @@ class TransformersEngine(Engine):
 
     def read(self, contexts: list[list[int]], sampling: SamplingParams) -> torch.Tensor:
         """Bring the cache to these contexts; log-probabilities of what follows, [B, vocabulary].
-
-        Equal contexts, as a group's at the start, are read once. The cache has a column for each
-        token of the widest row: what a row has not, self.seen [B, columns] hides."""
+        Equal contexts are read once. The cache has a column for each token of the widest row: what
+        a row has not, self.seen [B, columns] hides."""
         numbers = {context: row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         device = self.model.device
         self.reuse([[*context] for context in numbers])
-
         new = [context[n:] for context, n in zip(numbers, self.seen.sum(1).tolist())]
         longest = max(map(len, new))
         ids = [[0] * (longest - len(c)) + [*c] for c in new]
@@ -142,7 +128,6 @@ class TransformersEngine(Engine):
         parts = zip(ids.split(512, 1), real.split(512, 1), places)  # bounds activations and mask
         for part_ids, part_real, part_places in parts:
             logprobs = self.forward(part_ids, part_real, sampling, part_places)
-
         if len(numbers) < len(contexts):
             rows = torch.tensor([numbers[tuple(context)] for context in contexts], device=device)
             self.cache.reorder_cache(rows)
@@ -152,8 +137,7 @@ class TransformersEngine(Engine):
         return logprobs
 
     def place(self, contexts: list[list[int]], width: int) -> torch.Tensor:
-        """Positions [3, B, width] of the contexts' last tokens, on the right; and self.shift, for
-        what is sampled after them."""
+        """Positions [3, B, width] of the contexts' last tokens, on the right; sets self.shift."""
         places = [self.album.positions(context) for context in contexts]  # [3, T] of each
         after = [[int(p.max()) + 1 - p.shape[1]] for p in places]
         self.shift = torch.tensor(after, device=self.model.device)  # [B, 1]
@@ -173,13 +157,11 @@ class TransformersEngine(Engine):
         for context in contexts:
             rows = (i for i, (old, _) in kept if context[: len(old)] == old)
             found.append(next(rows, None))
-
         device = self.model.device
         if all(row is None for row in found):
             self.cache = cache
             self.seen = torch.zeros(len(contexts), 0, dtype=torch.bool, device=device)
             return
-
         common = []
         for row, context in zip(found, contexts):
             read = [] if row is None else self.rows[row][1]

@@ -1,5 +1,4 @@
-"""vLLM in this process, by its own step loop: a request for each turn of each episode, so that no
-episode waits for the answers of others."""
+"""vLLM in this process, by its own step loop: a request for each turn of each episode."""
 
 import asyncio
 import contextlib
@@ -24,9 +23,7 @@ import torch
 
 
 class VllmEngine(Engine):
-    """vLLM; log-probabilities are those of the distribution that was sampled from.
-
-    If it fails, a new one takes its place, once in a run, and is asked for all that is owed."""
+    """vLLM. If it fails, a new one takes its place, once in a run, and owes the same."""
 
     def __init__(self, path: str, stop_ids: list[int], args):
         super().__init__()
@@ -114,8 +111,7 @@ class VllmEngine(Engine):
         super().forget_requests()
 
     def replace(self) -> None:
-        """End the engine, whose memory is needed, and start one that is asked for all that is
-        owed."""
+        """End the engine, whose memory is needed, and start another one, which owes the same."""
         self.restarts = 1
         with contextlib.suppress(Exception):  # it has failed already
             self.llm.llm_engine.engine_core.shutdown()
@@ -164,8 +160,7 @@ class VllmEngine(Engine):
         }
 
     def load(self, model) -> None:
-        """Take the policy's weights, and forget the prefixes and the pictures that the old ones
-        computed."""
+        """Take the policy's weights; what the old ones computed is forgotten."""
         assert_finite(policy_weights(model))
         self.model = model
         if self.asleep:
@@ -184,8 +179,7 @@ class VllmEngine(Engine):
     repack_tied_head = staticmethod(repack_tied_head)
 
     def sleep(self) -> None:
-        """Leave the GPU to the trainer until the next load, which brings all weights: none are
-        kept."""
+        """Leave the GPU to the trainer until the next load; no weights are kept."""
         if self.cuda and not self.asleep:
             self.llm.sleep(level=2)
             self.asleep = True

@@ -128,8 +128,7 @@ def finish_checkpoint(run: Path, about: dict, best: int | None, keep: int) -> No
 
 
 def finish_saving() -> None:
-    """Wait until the last checkpoint is on the disk; raises what stopped it. Where a signal ends
-    the waiting, the next call waits again."""
+    """Wait until the last checkpoint is on the disk; raises what stopped it."""
     while unfinished:
         wait(unfinished)
         unfinished.pop().result()
@@ -146,7 +145,6 @@ def kept(item):
 
 
 def write_adapter(path: Path, model, name: str) -> None:
-    """Write an adapter as peft reads it."""
     weights = adapter_weights(model, name)
     if processes.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
@@ -234,7 +232,6 @@ def install(file: Path, network: Network) -> None:
             key, _ = min(other)
             shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
             sys.exit(f"{file}: of another model ({shapes})")
-
         fused = network.optimizer.param_groups[0].get("fused")
         for key in own:
             _, i, *moment = key.split(".")
@@ -249,8 +246,7 @@ def install(file: Path, network: Network) -> None:
 
 @contextmanager
 def told_when_full(run: Path):
-    """Around what writes: a full disk, or a quota or a file at its limit, ends in one line. So does
-    a file of the run that cannot be written for another reason."""
+    """Around what writes: a full disk, or a file that cannot be written, ends in one line."""
     try:
         yield
     except Exception as error:  # libraries in Rust raise plain exceptions
@@ -265,7 +261,6 @@ def told_when_full(run: Path):
 
 
 def how_to_go_on(run: Path) -> str:
-    """What is kept of a run, and how to take it up."""
     if kept := kept_in(run):
         return f": iteration {int(kept[-1].name)} is kept in {run}; go on with --resume {run}"
     if rows_of(run / "metrics.jsonl"):

@@ -83,8 +83,7 @@ def lines_of(path: Path):
 
 
 def row_of(line: str) -> dict | None:
-    """A line as a row: it has the number of its iteration, and numbers under names as eval/score.
-    None where it is no such thing."""
+    """A line as a row, with an iteration, and numbers under names as eval/score; or None."""
     try:
         row = json.loads(line, parse_constant=int)  # which refuses NaN: that is no JSON
     except (ValueError, RecursionError):
@@ -101,8 +100,7 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(path: Path | None) -> str | None:
-    """SHA-256 over names and contents of a directory's files, those of its subdirectories included,
-    hidden ones left out; None where there is no directory."""
+    """SHA-256 over names and contents of a directory's files, not of hidden ones."""
     if path is None or not (path := Path(path)).is_dir():
         return None
     files = [name for name in glob("**", root_dir=path, recursive=True) if (path / name).is_file()]

@@ -53,7 +53,6 @@ def cut_table(table: Path, last: int) -> list[dict]:
         if part:
             append(table.with_name(name), [line for line, _ in part])
     replace_file(table, "".join(f"{line}\n" for line, _ in kept))
-
     rows, said = [row for _, row in kept], []
     if damaged:
         said.append(f"{len(damaged)} lines cannot be read; they are kept in {aside[0]}")
@@ -68,8 +67,8 @@ def cut_table(table: Path, last: int) -> list[dict]:
 
 
 def last_whole(run: Path) -> tuple[Path | None, dict]:
-    """(path, state.json and lists) of the last checkpoint that is what was written; damaged ones
-    after it are set aside. No checkpoint: (None, {})."""
+    """(path, state.json and lists) of the last whole checkpoint, or (None, {}); damaged ones after
+    it are set aside."""
     damaged = {}  # {path: why}
     for path in reversed(kept_in(run)):
         try:
@@ -101,7 +100,6 @@ def read_checkpoint(path: Path) -> dict:
         sys.exit(f"{state}: written in format {number}, {reads}")
     if checkpoints.sum_of(about) != written:
         raise DamagedError(f"{state}: not what was written (its hash differs)")
-
     for name, (size, digest) in about["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size or hash_file(file) != digest:

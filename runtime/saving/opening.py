@@ -86,13 +86,11 @@ def record_of(path: Path) -> tuple[dict, list[dict]]:
 
 
 def find_run(args, script: str) -> Path | None:
-    """The run that `--resume auto` goes on with. A directory that holds a damaged one is skipped,
-    and named."""
+    """The run that `--resume auto` goes on with. A damaged one is skipped, and named."""
     run_args = args.run_args
     if run_args.run_name:
         named = Path(run_args.runs_dir, run_args.run_name)
         return named if (named / "args.json").exists() else None
-
     flags = {name: value for name, value in flags_of(args).items() if name not in FREE}
     paths = [path for path in Path(run_args.runs_dir).glob("*/") if (path / "args.json").exists()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -110,7 +108,7 @@ def find_run(args, script: str) -> Path | None:
 
 def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start: dict, args):
     """Exit with all flags that differ from the run's and are not named in --override; so do files
-    and tasks that are others than those of the start before this one."""
+    and tasks."""
     ours = flags_of(args)
     override = {name.replace("-", "_").strip("_") for name in args.run_args.override}
     if unknown := override - ours.keys():
@@ -128,7 +126,6 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
     if differ:
         advice = "give its flags, or name them in --override"
         sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
-
     # only these flags, where they are named, let the files and tasks be others
     world = {*vars(args.world)}
     bears = {"model": {"model"}, "data": world}
@@ -145,8 +142,7 @@ def lost_flags(saved: dict, args) -> list[str]:
 
 
 def refuse_others(path: Path) -> None:
-    """Exit where something else is in the place of what a run reads or writes: nothing is written
-    through a link to another place."""
+    """Exit where a link or something else is in the place of what a run reads or writes."""
     kinds = dict.fromkeys(("policy", "prm", "critic", "best"), "link")
     kinds |= dict.fromkeys(("checkpoints", "exported", "engine"), "directory")
     kinds |= dict.fromkeys((".json", ".jsonl", ".draft", ".damaged", "curve.png", "lock"), "file")

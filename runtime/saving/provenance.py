@@ -61,7 +61,6 @@ def peak_memory() -> float:
 
 
 def shown(episode) -> str:
-    """An episode's prompt, with the hash of the picture beside it, if there is one."""
     picture = getattr(episode, "picture", None)
     return episode.prompt + (hashlib.sha256(picture).hexdigest() if picture else "")
 

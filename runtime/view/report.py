@@ -23,7 +23,6 @@ CREDIT = {  # what curve.png says of a PRM
 
 
 def announce(run) -> None:
-    """Say what a run is and what an iteration costs at most."""
     args = run.args
     size = sum(p.numel() for p in run.policy_model.parameters()) / 1e6
     model = f"{size:.2f} M parameters, engine {run.engine_kind}, {run.policy_model.device}"
@@ -134,7 +133,6 @@ def duration(seconds: float) -> str:
 
 
 def has(row: dict, *keys: str) -> bool:
-    """Whether a row has numbers under all of these keys."""
     return all(row.get(key) is not None for key in keys)
 
 

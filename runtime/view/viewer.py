@@ -1,9 +1,7 @@
-"""view.html: a run as one page that needs nothing from elsewhere.
-
-The page holds an index of its episodes as JSON, the steps of each iteration as a compressed chunk
-that is unpacked when somebody looks at it, and the pictures that a visual run kept. What a model or
-a world wrote is JSON there, which its script writes with textContent alone: it is text, whatever it
-holds. A content security policy forbids every other script and every request.
+"""view.html: a run as one page that needs nothing from elsewhere: an index of its episodes as JSON,
+the steps of each iteration as a compressed chunk, pictures. What a model or a world wrote is text
+there, whatever it holds: the page's script writes it with textContent alone, and a content security
+policy forbids every other script and every request.
 """
 
 import base64
@@ -65,7 +63,6 @@ def read_run(path: Path, most: int) -> dict:
         sys.exit(f"{path}: its args.json or run.json is not what a run writes")
     rows = rows_of(path / "metrics.jsonl")
     keys = dict.fromkeys(key for row in rows for key in row if "/" in key)
-
     read = {kind: read_episodes(path / file) for kind, file in FILES.items()}
     sizes = {kind: {i: len(rows) for i, rows in found.items()} for kind, found in read.items()}
     kept, said = thinned(sizes, most)
@@ -83,8 +80,7 @@ def read_run(path: Path, most: int) -> dict:
 
 
 def read_episodes(path: Path) -> dict[int, list[dict]]:
-    """{iteration: its episodes, in their order}, without damaged rows. Exits where a newer version
-    wrote one."""
+    """{iteration: its episodes}, without damaged rows; exits where a newer version wrote one."""
     found: dict[int, list[dict]] = {}
     for row in rows_of(path):
         version = row.get("version")
@@ -110,8 +106,7 @@ def is_episode(row: dict) -> bool:
 
 
 def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str]:
-    """(the iterations that the page shows, what it says of the others): every n-th, back from the
-    last one."""
+    """(the iterations that the page shows, what it says of it): every n-th, the last included."""
     sizes = sum(map(Counter, counts.values()), Counter())
     kept, every = sorted(sizes), 1
     while sum(sizes[i] for i in kept) > most and every < len(sizes):

@@ -1,7 +1,5 @@
-"""Pictures: from the PNG that a world shows to what a model sees of it (Qwen2.5-VL).
-
-Equal pictures are equal bytes, so what is computed of one is computed once. In a sequence a picture
-is a run of image tokens, one for merge x merge patches, whose embeddings the vision tower makes.
+"""Pictures: from the PNG that a world shows to what a model sees of it (Qwen2.5-VL). In a sequence
+a picture is a run of image tokens, one for merge x merge patches, whose embeddings the tower makes.
 """
 
 import functools
@@ -89,7 +87,6 @@ class PictureProcessor:
             sys.exit(f"--model {self.model} sampled a token of pictures or films, {banned}")
 
     def tokens(self, png: bytes) -> list[int]:
-        """The image tokens that stand for a picture."""
         rows, columns = self.patches(png)[1]
         return [self.image_token] * (rows * columns)
 
@@ -179,7 +176,6 @@ class Album:
         self.features = torch.zeros(0, width, device=causal.device)
 
     def numbered(self, contexts: list[list[int]]) -> list[list[int]]:
-        """The contexts' ids, with their pictures' numbers."""
         pngs = dict.fromkeys(png for context in contexts for _, png in pictures_of(context))
         if new := [png for png in pngs if png not in self.numbers]:
             found = tower_features(self.causal, new)

@@ -22,8 +22,6 @@ class PictureReader:
 
 
 def read_without_torchvision() -> None:
-    """Where torchvision is not installed, vLLM reads Qwen2.5-VL's pictures by transformers' other
-    image processor, which stands on PIL."""
     if find_spec("torchvision"):
         return
     # vLLM takes smart_resize from the module that needs torchvision; this one has it too
