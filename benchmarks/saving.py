@@ -52,8 +52,7 @@ def work(hidden: int, home: Path) -> None:
     sys.path.insert(0, str(ROOT))
     from runtime.distributed import fsdp, processes
     from runtime.networks import Network
-    from runtime.saving.checkpoints import finish_saving, save_checkpoint
-    from runtime.saving.loading import load_checkpoint
+    from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint
 
     import torch
     from transformers import AutoTokenizer

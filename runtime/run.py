@@ -18,11 +18,14 @@ from runtime.flags import flags_of, refuse
 from runtime.memory import tell_if_too_much
 from runtime.networks import Network, add_adapter, plain, recompute_layers
 from runtime.rollout import rollout
-from runtime.saving.checkpoints import export_policy, save_checkpoint, told_when_full
+from runtime.saving.checkpoints import (
+    export_policy,
+    load_checkpoint,
+    save_checkpoint,
+    told_when_full,
+)
 from runtime.saving.files import append, to_json, write_json
-from runtime.saving.loading import load_checkpoint
-from runtime.saving.opening import open_run
-from runtime.saving.provenance import peak_memory
+from runtime.saving.opening import open_run, peak_memory
 from runtime.view import report, terminal
 from runtime.vision.pictures import shows_pictures
 

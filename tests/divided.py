@@ -187,8 +187,7 @@ def wholes(network) -> list[torch.Tensor]:
 def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
     """A checkpoint of the one, installed in the other."""
     from runtime.distributed import processes
-    from runtime.saving.checkpoints import finish_saving, save_checkpoint
-    from runtime.saving.loading import load_checkpoint
+    from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint
 
     if processes.rank() == 0:
         (run / "checkpoints").mkdir(parents=True)

@@ -23,9 +23,14 @@ import runtime.run
 from runtime.data import Step, Trajectory, flatten
 from runtime.networks import on_cpu
 from runtime.saving import checkpoints
-from runtime.saving.checkpoints import FORMAT, finish_saving, save_checkpoint, sum_of
+from runtime.saving.checkpoints import (
+    FORMAT,
+    finish_saving,
+    load_checkpoint,
+    save_checkpoint,
+    sum_of,
+)
 from runtime.saving.files import append, hash_file, hash_files, write_json
-from runtime.saving.loading import load_checkpoint
 
 import pytest
 import torch

@@ -429,7 +429,7 @@ def test_transformers_engine_reads_a_window_anew():
 def test_keys_and_values_are_appended_without_copying_them():
     """As transformers' own layer has them, also after rows are chosen anew; memory is new only
     where there is no room."""
-    from runtime.engines.caches import ROOM, RoomyLayer
+    from runtime.engines.transformers import ROOM, RoomyLayer
 
     from transformers.cache_utils import DynamicLayer
 

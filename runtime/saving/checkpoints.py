@@ -21,8 +21,10 @@ from pathlib import Path
 
 from runtime.data import Step, Trajectory
 from runtime.distributed import fsdp, processes
+from runtime.models import first_line
 from runtime.networks import Network, adapter_weights, is_adapted, on_cpu, plain, policy_weights
-from runtime.saving.files import hash_file, read_json, rows_of, sync, to_json, write_json
+from runtime.saving import files
+from runtime.view.terminal import warn
 
 import torch
 from safetensors import safe_open
@@ -102,7 +104,7 @@ def is_due(run: Path, rows: list[dict], args) -> bool:
         return rows[-1]["iteration"] % args.run_args.save_every == 0
     if not kept_in(run):
         return True
-    about = read_json(kept_in(run)[-1] / "state.json")
+    about = files.read_json(kept_in(run)[-1] / "state.json")
     since = sum(r.get("time/total", 0.0) for r in rows if r["iteration"] > about["iteration"])
     is_small = sum(size for size, _ in about["files"].values()) < CHEAP
     return is_small or about["seconds"] <= SHARE * since
@@ -112,14 +114,15 @@ def finish_checkpoint(run: Path, about: dict, best: int | None, keep: int) -> No
     """Make a checkpoint of the draft: state.json with size and SHA-256 of every file, all of it on
     the disk, its name, the links to it. Then those that are not kept go."""
     draft = run / "checkpoints" / "draft"
-    files = sorted(path for path in draft.rglob("*") if path.is_file())
-    sums = {str(path.relative_to(draft)): [path.stat().st_size, hash_file(path)] for path in files}
+    found = sorted(path for path in draft.rglob("*") if path.is_file())
+    sizes = {str(path.relative_to(draft)): path.stat().st_size for path in found}
+    sums = {name: [size, files.hash_file(draft / name)] for name, size in sizes.items()}
     about = about | {"files": sums}
-    write_json(draft / "state.json", about | {"sum": sum_of(about)})
+    files.write_json(draft / "state.json", about | {"sum": sum_of(about)})
     sync_all(draft)
     path = draft.with_name(f"{about['iteration']:06d}")
     draft.rename(path)
-    sync(path.parent)
+    files.sync(path.parent)
     shutil.rmtree(run / "exported" / path.name, ignore_errors=True)  # of one that was damaged
     link(run, path, best)
     for old in kept_in(run)[:-keep]:
@@ -159,8 +162,8 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
     if processes.rank():
         return
     causal.save_pretrained(path, state_dict=weights)
-    config = read_json(path / "config.json")
-    write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
+    config = files.read_json(path / "config.json")
+    files.write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
     tokenizer.save_pretrained(path)
     if hasattr(causal, "picture_processor"):
         causal.picture_processor.processor.save_pretrained(path)
@@ -186,13 +189,13 @@ def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenize
             sync_all(exported / "draft")
             (exported / "draft").rename(exported / name)
     install(last / "trained.safetensors", policy)
-    sync(exported)
+    files.sync(exported)
     link(run, last, best)
 
 
 def sync_all(directory: Path) -> None:
     for path in (*directory.rglob("*"), directory):
-        sync(path)
+        files.sync(path)
 
 
 def kept_in(run: Path) -> list[Path]:
@@ -201,7 +204,7 @@ def kept_in(run: Path) -> list[Path]:
 
 
 def sum_of(about: dict) -> str:
-    return hashlib.sha256(to_json(about).encode()).hexdigest()
+    return hashlib.sha256(files.to_json(about).encode()).hexdigest()
 
 
 def link(run: Path, path: Path, best: int | None) -> None:
@@ -244,6 +247,104 @@ def install(file: Path, network: Network) -> None:
                 state[parameter][moment[0]] = fsdp.part(tensor, parameter).clone()
 
 
+def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[int, list[dict]]:
+    """Take up the run's last whole checkpoint, or none: (its iteration, the rows of metrics.jsonl
+    up to it). Damaged ones are set aside. Exits with one line that names the file where none is
+    whole, or where one was written by another version or for another model. Of several processes
+    the first one reads and cleans up."""
+    is_first, iteration, rows = processes.rank() == 0, 0, None
+    path, about = processes.broadcast(last_whole(run) if is_first else None)
+    if path:
+        iteration = about["iteration"]
+        for network in networks:
+            install(path / "trained.safetensors", network)
+            network.skips = about["skipped"].get(network.name, 0)
+        for name, given in lists.items():
+            given[:] = about["lists"][name]
+    if is_first:
+        with told_when_full(run):
+            for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
+                rows = cut_table(run / name, iteration if path else -1)
+            if path:
+                link(run, path, best_of(rows))
+    return iteration, processes.broadcast(rows)
+
+
+def cut_table(table: Path, last: int) -> list[dict]:
+    """Leave the rows up to an iteration in a table of the run, and return them. Others go to
+    replaced-*.jsonl, and lines that are no rows to *.damaged, with a warning that says what is
+    missing."""
+    kept, again, damaged = [], [], []
+    for line, row in files.lines_of(table):
+        part = damaged if row is None else kept if row["iteration"] <= last else again
+        part.append((line, row))
+    aside = f"{table.name}.damaged", f"replaced-{table.name}"
+    for name, part in zip(aside, (damaged, again)):
+        if part:
+            files.append(table.with_name(name), [line for line, _ in part])
+    files.replace_file(table, "".join(f"{line}\n" for line, _ in kept))
+    rows, said = [row for _, row in kept], []
+    if damaged:
+        said.append(f"{len(damaged)} lines cannot be read; they are kept in {aside[0]}")
+    if last < 0 and any(row["iteration"] for _, row in again):
+        said.append(f"no checkpoint is there, so the run begins again; they are in {aside[1]}")
+    lost = sorted({*range(last + 1)} - {row["iteration"] for row in rows})
+    if lost and table.name == "metrics.jsonl":
+        said.append(f"iterations without a row: {', '.join(map(str, lost))}")
+    if said:
+        warn(f"{table}: {'; '.join(said)}")
+    return rows
+
+
+def last_whole(run: Path) -> tuple[Path | None, dict]:
+    """(path, state.json and lists) of the last whole checkpoint, or (None, {}); damaged ones after
+    it are set aside."""
+    damaged = {}  # {path: why}
+    for path in reversed(kept_in(run)):
+        try:
+            about = read_checkpoint(path)
+        except DamagedError as error:
+            damaged[path] = error
+            warn(f"{error}; {path.name} is set aside and the checkpoint before it taken")
+            continue
+        for each in damaged:
+            shutil.rmtree(each.with_suffix(".damaged"), ignore_errors=True)
+            each.rename(each.with_suffix(".damaged"))
+        return path, about
+    if damaged:
+        sys.exit(f"--resume {run}: {[*damaged.values()][0]}; no other checkpoint is whole")
+    return None, {}
+
+
+def read_checkpoint(path: Path) -> dict:
+    """state.json of a checkpoint, with its lists, every file compared with its hash. Raises
+    DamagedError with the file's name; exits where another version wrote it."""
+    state = path / "state.json"
+    try:
+        about = files.read_json(state)
+        number, written = about["format"], about.pop("sum")
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{state}: missing, cut off or not a checkpoint's") from error
+    if number != FORMAT:
+        reads = f"this version reads {FORMAT}"
+        sys.exit(f"{state}: written in format {number}, {reads}")
+    if sum_of(about) != written:
+        raise DamagedError(f"{state}: not what was written (its hash differs)")
+    for name, (size, digest) in about["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size or files.hash_file(file) != digest:
+            raise DamagedError(f"{file}: missing, or not what was written (its hash differs)")
+    try:  # a pickle that a hash vouches for runs no program either
+        with safe_open(path / "trained.safetensors", framework="pt"):
+            about["lists"] = {}
+        if LISTS in about["files"]:
+            with torch.serialization.safe_globals([Step, Trajectory]):
+                about["lists"] = torch.load(path / LISTS, weights_only=True)
+    except Exception as error:  # each library has its own
+        raise DamagedError(f"{path}: {first_line(error)}") from error
+    return about
+
+
 @contextmanager
 def told_when_full(run: Path):
     """Around what writes: a full disk, or a file that cannot be written, ends in one line."""
@@ -263,6 +364,6 @@ def told_when_full(run: Path):
 def how_to_go_on(run: Path) -> str:
     if kept := kept_in(run):
         return f": iteration {int(kept[-1].name)} is kept in {run}; go on with --resume {run}"
-    if rows_of(run / "metrics.jsonl"):
+    if files.rows_of(run / "metrics.jsonl"):
         return f": no iteration was finished; begin it again with --resume {run}"
     return ": nothing was finished, and nothing is kept; start again"

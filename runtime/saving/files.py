@@ -85,7 +85,7 @@ def lines_of(path: Path):
 def row_of(line: str) -> dict | None:
     """A line as a row, with an iteration, and numbers under names as eval/score; or None."""
     try:
-        row = json.loads(line, parse_constant=int)  # which refuses NaN: that is no JSON
+        row = json.loads(line.encode(), parse_constant=int)  # which refuses NaN: that is no JSON
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or type(row.get("iteration")) is not int or row["iteration"] < 0:

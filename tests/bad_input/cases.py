@@ -485,7 +485,13 @@ NO_ROWS = [
     b'{"iteration": -1}',
 ]
 NO_ROWS += [b'{"iteration": 1.0}', b'{"iteration": true}', b'{"iteration": 1, "eval/score": NaN}']
-NO_ROWS += [b'{"iteration": 1, "eval/score": "x"}', b"garbage", b"\x1b[2J", b"[" * 200_000]
+NO_ROWS += [
+    b'{"iteration": 1, "eval/score": "x"}',
+    b'{"iteration": 1, "a": "\xff"}',
+    b"garbage",
+    b"\x1b[2J",
+    b"[" * 200_000,
+]
 TABLES = [
     (f"line 2 of {table} is {row[:36]!r}", changed(table, line(1, row)), (table, "1 lines cannot"))
     for table, rows in ((METRICS, NO_ROWS), (EPISODES, NO_ROWS[:4]))
