@@ -10,8 +10,8 @@ from runtime.flags import flags_of, refuse
 from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
 
-ROOT = Path(__file__).resolve().parent.parent
 MOST_EPISODES = 1_000_000  # side by side
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def check(args, env) -> tuple[str, Any]:
@@ -37,7 +37,13 @@ def check(args, env) -> tuple[str, Any]:
     if args.max_action_tokens >= args.max_context_tokens:
         reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
         refuse("max_action_tokens", args.max_action_tokens, reason)
-    check_servers(args, env)
+    for url in run_args.engine_url:
+        if reason := fault_of(url):
+            refuse("engine_url", "...", reason)  # it may hold a key
+    if run_args.engine_url and run_args.engine == "hf":
+        refuse("engine", "hf", "the servers of --engine-url are vLLM's")
+    if run_args.engine_url and getattr(env, "shows_pictures", False):
+        refuse("engine_url", " ".join(run_args.engine_url), "pictures are not sent to servers")
     if run_args.engine == "vllm" and not run_args.engine_url and not find_spec("vllm"):
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
     check_writable("runs_dir", run_args.runs_dir)
@@ -52,18 +58,6 @@ def evaluation_tasks(env, eval_set: str):
     if not hasattr(world, "validation_tasks"):
         refuse("eval_set", eval_set, f"{env.name} has no validation_tasks (envs/README.md)")
     return world.validation_tasks
-
-
-def check_servers(args, env) -> None:
-    """Refuse addresses of servers that are none, and what servers cannot do."""
-    run_args = args.run_args
-    for url in run_args.engine_url:
-        if reason := fault_of(url):
-            refuse("engine_url", "...", reason)  # it may hold a key
-    if run_args.engine_url and run_args.engine == "hf":
-        refuse("engine", "hf", "the servers of --engine-url are vLLM's")
-    if run_args.engine_url and getattr(env, "shows_pictures", False):
-        refuse("engine_url", " ".join(run_args.engine_url), "pictures are not sent to servers")
 
 
 def fault_of(url: str) -> str:

@@ -206,11 +206,9 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
     if shape is None:
         return
     gpu, memory, what = card is not None, card, "this card has"
-    if not gpu:
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / neighbours
-        what = "this machine has" if neighbours == 1 else "its share of this machine is"
-        # vLLM's cache stays there while the trainer works
+    if not gpu:  # where vLLM's cache stays while the trainer works
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory, what = memory / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine has"
         if args.run_args.engine != "hf" and not args.run_args.engine_url:
             memory -= args.run_args.engine_memory * GIB
             what = f"beside --engine-memory {what}"

@@ -31,7 +31,10 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     raised are left out, named and counted (run.faults). Exits with one line where more than a fifth
     are, where none is left, and where members of a group begin with different prompts."""
     tasks = [task_of(env, task) for task in tasks]
-    mine = processes.my_tasks(tasks, getattr(env, "together", None))
+    units = [getattr(env, "together", int)(task) for task in tasks]  # which are not divided
+    every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
+    ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
+    mine = [task for task, unit in zip(tasks, units) if unit in ours]
     faults: list[str] = []
     with draws_of_its_own():
         played = asyncio.run(play_all(run, play, env, mine, sampling, faults))

@@ -105,22 +105,8 @@ def end() -> None:
 
 def lost_another(error: BaseException) -> bool:
     """Whether an error says that one of several processes does not answer any more."""
-    if count() == 1 or not isinstance(error, RuntimeError):
-        return False
-    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-
-
-# ------------ work: divided; what came of it: together ------------
-
-
-def my_tasks(tasks: list[int], together=None) -> list[int]:
-    """This process's part of tasks in which equal ones are neighbours: whole groups, in their
-    order; together(task): groups of equal value are not divided."""
-    together = together or (lambda task: task)
-    units = list(dict.fromkeys(map(together, tasks)))
-    first, last = (len(units) * i // count() for i in (rank(), rank() + 1))
-    mine = set(units[first:last])
-    return [task for task in tasks if together(task) in mine]
+    said = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    return count() > 1 and isinstance(error, RuntimeError) and said
 
 
 def gather(items: list) -> list:

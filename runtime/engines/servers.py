@@ -80,13 +80,12 @@ class ServerEngine:
         shift = processes.rank() % len(self.servers)  # processes begin with different ones
         self.servers = self.servers[shift:] + self.servers[:shift]
 
-    @contextlib.asynccontextmanager
-    async def connected(self):
+    def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
         waits = httpx2.Timeout(ANSWERS_WITHIN, connect=CONNECTS_WITHIN)
         limits = httpx2.Limits(max_connections=IN_FLIGHT * len(self.servers))
-        async with httpx2.AsyncClient(timeout=waits, limits=limits) as self.client:
-            yield
+        self.client = httpx2.AsyncClient(timeout=waits, limits=limits)
+        return self.client
 
     async def call(self, server: Server, path: str, content: dict | None = None):
         """The response to a request, a GET where nothing is sent. Raises LostError, EngineError."""

@@ -12,6 +12,7 @@ from runtime.vision.pictures import Album, never_sampled
 
 import torch
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
@@ -26,7 +27,7 @@ class TransformersEngine(Engine):
 
     def __init__(self, path: str, stop_ids: list[int], args):
         super().__init__()
-        self.stop_ids, self.args = stop_ids, args
+        self.stop_ids, self.args, self.dtype = stop_ids, args, args.run_args.dtype
 
     def load(self, model) -> None:
         assert_finite(policy_weights(model))
@@ -77,10 +78,9 @@ class TransformersEngine(Engine):
         """How many contexts of so many tokens the memory holds: keys and values of all layers."""
         config = self.model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None)
-        width = width or config.hidden_size // config.num_attention_heads
-        number = getattr(torch, self.args.run_args.dtype).itemsize
-        token = 2 * config.num_hidden_layers * heads * width * number  # [bytes]
+        even = config.hidden_size // config.num_attention_heads
+        width = (getattr(config, "head_dim", None) or even) * getattr(torch, self.dtype).itemsize
+        token = 2 * config.num_hidden_layers * heads * width  # [bytes]
         memory = self.args.run_args.engine_memory * 2**30
         if self.model.device.type == "cuda":
             memory = self.args.run_args.engine_gpu_share * torch.cuda.mem_get_info()[1]
@@ -117,11 +117,10 @@ class TransformersEngine(Engine):
         numbers = {context: row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         device = self.model.device
         self.reuse([[*context] for context in numbers])
-        new = [context[n:] for context, n in zip(numbers, self.seen.sum(1).tolist())]
-        longest = max(map(len, new))
-        ids = [[0] * (longest - len(c)) + [*c] for c in new]
-        real = [[False] * (longest - len(c)) + [True] * len(c) for c in new]
-        ids, real = torch.tensor(ids, device=device), torch.tensor(real, device=device)
+        new = [torch.tensor(c[n:]) for c, n in zip(numbers, self.seen.sum(1).tolist())]
+        ids = pad_sequence(new, True, padding_side="left").to(device)
+        real = [torch.ones_like(each, dtype=torch.bool) for each in new]
+        real, longest = pad_sequence(real, True, padding_side="left").to(device), ids.shape[1]
         places = [None] * longest
         if self.album:
             places = self.place(list(numbers), longest).split(512, 2)
@@ -172,8 +171,8 @@ class TransformersEngine(Engine):
         self.seen &= self.seen.cumsum(1) <= torch.tensor(common, device=device)[:, None]
 
     def autocast(self):
-        bfloat16 = self.args.run_args.dtype == "bfloat16"
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=bfloat16)
+        enabled = self.dtype == "bfloat16"
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=enabled)
 
     def forward(self, ids, real, sampling: SamplingParams, places=None) -> torch.Tensor:
         """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` [B, n] are

@@ -170,7 +170,11 @@ def provenance(args, model: str, env) -> dict:
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     eval_env = getattr(env, "eval_env", env)
-    prompts = "\0".join(prompt_of(eval_env.reset(task)) for task in tqdm(tasks, "panel", **later))
+    panel = []
+    for episode in map(eval_env.reset, tqdm(tasks, "panel", **later)):
+        png = getattr(episode, "picture", None)
+        panel.append(episode.prompt + (hashlib.sha256(png).hexdigest() if png else ""))
+    prompts = "\0".join(panel).encode("utf-8", "backslashreplace")
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -191,7 +195,7 @@ def provenance(args, model: str, env) -> dict:
         "hashes": {
             "model": hash_files(Path(model)),
             "data": hash_files(getattr(env, "data", None)),
-            "panel": hashlib.sha256(prompts.encode("utf-8", "backslashreplace")).hexdigest(),
+            "panel": hashlib.sha256(prompts).hexdigest(),
         },
     }
 
@@ -202,11 +206,6 @@ def peak_memory() -> float:
         return torch.cuda.max_memory_allocated() / 2**30
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 2**20
-
-
-def prompt_of(episode) -> str:
-    picture = getattr(episode, "picture", None)
-    return episode.prompt + (hashlib.sha256(picture).hexdigest() if picture else "")
 
 
 def git(*words: str) -> str | None:
