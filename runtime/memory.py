@@ -170,9 +170,6 @@ def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int):
     return None
 
 
-# ------------ a run ------------
-
-
 def setting_of(args, cards: int) -> Setting:
     """What a script's flags say; cards: that share the policy."""
     run_args = args.run_args

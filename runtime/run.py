@@ -32,9 +32,7 @@ from runtime.vision.pictures import shows_pictures
 import numpy as np
 import torch
 
-LOGGED = (
-    "policy/loss policy/ratio policy/approx_kl policy/clip_fraction prm/loss prm/margin".split()
-)
+LOGGED = "policy/loss policy/ratio policy/approx_kl policy/clip_fraction prm/loss prm/margin"
 __all__ = ["Run", "ends_cleanly", "mean_of"]
 
 
@@ -90,7 +88,6 @@ class Run:
             self.chat = models.read_chat(self.tokenizer, stop_ids, args.model, processor)
         except models.ModelError as error:
             refuse("model", args.model, str(error))
-
         self.engine_kind, given = run_args.engine, (self.model_path, self.chat.stop_ids, args)
         if run_args.engine == "auto":
             self.engine_kind = "vllm" if find_spec("vllm") else "hf"
@@ -206,9 +203,8 @@ class Run:
 
     def lap(self, name: str) -> None:
         """Log the seconds since the last lap, or since the iteration began, as time/name."""
-        now = time.perf_counter()
-        self.row[f"time/{name}"] = now - self.lapped
-        self.lapped = now
+        before, self.lapped = self.lapped, time.perf_counter()
+        self.row[f"time/{name}"] = self.lapped - before
 
     def log(self, kind: str, values: dict) -> None:
         """Put values into the iteration's row, as kind/name."""
@@ -221,7 +217,7 @@ class Run:
         self.faults = 0
         if kind == "eval":
             self.panel = trajectories
-        if kind == "train":
+        else:
             sampled = sum(step >= 0 for t in trajectories for step in t.step_ids)
             trained = sum(len(t.token_ids) for t in trajectories)
             self.row |= {"tokens/rollout": sampled, "tokens/trained": trained}
@@ -235,7 +231,7 @@ class Run:
             self.row |= {"time/total": total, "time/elapsed": before + total}
             self.row["engine/restarts"] = self.engine.restarts
             kinds = {name.partition("/")[0] for name in self.row}
-            logged = [name for name in LOGGED if name.partition("/")[0] in kinds]
+            logged = [name for name in LOGGED.split() if name.partition("/")[0] in kinds]
             self.row = dict.fromkeys(logged) | self.row  # null where nothing could be learnt
         self.rows.append(self.row)
         if processes.rank() == 0:
@@ -258,8 +254,8 @@ class Run:
             report.show(self.row, pace * left or None)
             report.draw_curve(self.rows, self.path)
         if self.iteration:
-            kept = self.networks, self.tokenizer, self.args, self.lists
-            save_checkpoint(self.path, self.rows, *kept)
+            kept = self.rows, self.networks, self.tokenizer, self.args, self.lists
+            save_checkpoint(self.path, *kept)
         self.panel = []
 
 

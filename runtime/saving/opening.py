@@ -44,10 +44,9 @@ def open_run(run) -> None:
     auto = run_args.resume == "auto"
     if auto:
         run_args.resume = str(find_run(args, script) or "")
-        resume = run_args.resume
-        found = f"goes on with {resume}" if resume else "nothing to go on with, a new run"
+        found = f"goes on with {run_args.resume}"
+        found = found if run_args.resume else "nothing to go on with, a new run"
         terminal.say(f"--resume auto: {found}")
-
     resume, starts, start = run_args.resume, [], provenance(args, run.model_path, run.env)
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(resume or Path(run_args.runs_dir, name))
@@ -66,7 +65,6 @@ def open_run(run) -> None:
         except DamagedError as error:
             sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
         refuse_other_flags(path, script, saved, starts, start, args)
-
     with told_when_full(path):
         made = [each for each in (path, path / "checkpoints") if not each.exists()]
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
