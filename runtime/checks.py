@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from runtime.flags import flags_of, refuse
 from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
+from runtime.worlds import check_world, opened
 
 MOST_EPISODES = 1_000_000  # side by side
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def check(args, env) -> tuple[str, Any]:
     """The directory (or hub name) of --model, and its configuration; exits with one line that names
     the flag where arguments cannot work. Nothing is loaded but the model's configuration."""
+    check_world(env)
     run_args = args.run_args
     tasks = evaluation_tasks(env, run_args.eval_set)
     if run_args.eval_tasks > len(tasks):
@@ -98,7 +100,7 @@ def check_model(args, env) -> tuple[str, Any]:
     if getattr(env, "shows_pictures", False):  # refused where it does not see one as it is
         from runtime.vision.pictures import PictureProcessor
 
-        picture = env.reset(env.eval_tasks[0]).picture
+        picture = opened(env, env.eval_tasks[0]).prompt.picture
         PictureProcessor(path, config, args.model).patches(picture)
     elif hasattr(config, "vision_config"):
         reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"

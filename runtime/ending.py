@@ -70,6 +70,8 @@ def stop(run, error: BaseException) -> None:
     if path is None:
         raise error
     kept = how_to_go_on(path)
+    if isinstance(error, SystemExit) and str(error).startswith("stopped: "):
+        sys.exit(f"{error}{kept}")
     if isinstance(error, KeyboardInterrupt):
         sys.exit(processes.rank() or f"\nstopped{by}{kept}")
     if isinstance(error, FloatingPointError):

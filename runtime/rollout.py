@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 FAILED_SHARE = 0.2  # of a rollout's episodes; if more worlds raise, the run ends
+FAILURES = 3  # of one task in a run end it
 
 
 class Stage:
@@ -23,33 +24,39 @@ class Stage:
     def __init__(self, engine, chat, args):
         self.engine, self.chat, self.args = engine, chat, args
         self.faults = 0  # episodes whose world raised
+        self.failed = Counter()  # {task: how often its world raised}
 
 
 def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
     plays its share. All processes get all trajectories, in the order of tasks. Those whose world
     raised are left out, named and counted (run.faults). Exits with one line where more than a fifth
-    are, where none is left, and where members of a group begin with different prompts."""
+    are, where a task's has raised three times in this run (run.failed), where none is left, and
+    where members of a group begin with different prompts."""
     tasks = [task_of(env, task) for task in tasks]
     units = [getattr(env, "together", int)(task) for task in tasks]  # which are not divided
     every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine = [task for task, unit in zip(tasks, units) if unit in ours]
-    faults: list[str] = []
+    faults: list[tuple[int, str]] = []  # (task, what its world raised)
     with draws_of_its_own():
         played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
     faults = processes.gather(faults)
     run.faults += len(faults)
+    run.failed.update(task for task, _ in faults)
     if len(faults) > FAILED_SHARE * len(tasks):
-        reason, number = Counter(faults).most_common(1)[0]
+        reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
+    for task, reason in faults:
+        if run.failed[task] >= FAILURES:
+            sys.exit(f"stopped: task {task} failed {run.failed[task]} times ({reason})")
     if played := processes.gather(played):
         return played
     summary_of(env)  # which may say why
     sys.exit(f"stopped: none of {len(tasks)} episodes came to an outcome")
 
 
-async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[Trajectory]:
+async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list[Trajectory]:
     """The trajectories of these tasks, without those whose world raised. The engine answers beside
     them; where it fails for good, its EngineError passes."""
     bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
@@ -63,7 +70,7 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
         except WorldFault as fault:
             if not fault.counted:
                 warn(f"{fault}; this episode is left out")
-                faults.append(str(fault).partition(": ")[2])
+                faults.append((task, str(fault).partition(": ")[2]))
             return None
         t.anchor, seen = door.episode.anchor, door.episode.prompt
         is_same = prompts.setdefault(task, (seen, seen.picture)) == (seen, seen.picture)

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class Run:
         self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
+        self.failed = Counter()  # {task: how often its world raised} in this start
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
         if processes.rank() == 0:

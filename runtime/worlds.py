@@ -3,16 +3,27 @@ and torch become Python's, a field of the wrong type ends the run with one line,
 raises costs its own episode (WorldFault).
 """
 
+import asyncio
 import inspect
 import math
+import reprlib
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import combinations
+from pathlib import Path
 
 from runtime.data import Seen
+from runtime.ranges import LARGE
 from runtime.view.terminal import plain
 
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
 NEEDED = ("valid", "success", "score")
+SETS = ("train_tasks", "eval_tasks", "validation_tasks")  # of a world
+SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
 
 
 class WorldFault(Exception):
@@ -47,7 +58,9 @@ class Door:
         """Around what the world does. Raises WorldFault where it raises."""
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise  # not the world's: the rollout is stopped
             told = f"the world raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             fault = WorldFault(f"task {self.task}: {told}")
             fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
@@ -59,7 +72,8 @@ class Door:
 
     def number(self, field: str, found) -> float:
         value = number_of(found)
-        self.require(value is not None, field, found, "a finite number")
+        is_right = value is not None and abs(value) <= LARGE  # float32 has to square its sums
+        self.require(is_right, field, found, f"a finite number, {LARGE:g} at most")
         return value
 
     def truth(self, field: str, found) -> bool:
@@ -74,7 +88,7 @@ class Episode:
         self.door, self.own = door, own
         with door.guarded():
             anchor, prompt = getattr(own, "anchor", None), own.prompt
-        self.anchor = self.hashable("anchor", anchor)
+        self.anchor = self.state("anchor", anchor)
         self.prompt = self.seen("prompt", prompt)
 
     def __getattr__(self, name: str):
@@ -91,13 +105,15 @@ class Episode:
         with self.door.guarded():
             reward, success, score = await self.own.leave()
         door = self.door
-        return door.number("reward", reward), bool(success), door.number("score", score)
+        told = door.number("reward", reward), door.truth("success", success)
+        return *told, door.number("score", score)
 
     def step(self, text: str):
-        """(observation, reward, done, info) of an answer, or something to await that returns it."""
+        """(observation, reward, done, info) of an answer, which may be awaited too; of a world that
+        waits, something to await that returns it."""
         with self.door.guarded():
             result = self.own.step(text)
-        return self.checked_later(result) if inspect.isawaitable(result) else self.checked(result)
+        return Later(self, result) if inspect.isawaitable(result) else Told(self.checked(result))
 
     async def checked_later(self, result) -> tuple[Seen, float, bool, dict]:
         with self.door.guarded():
@@ -115,21 +131,27 @@ class Episode:
             door.require(name in info, "info", sorted(map(str, info)), f"the key {name!r}")
         told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
         told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
-        told["anchor"] = self.hashable("info['anchor']", info.get("anchor"))
+        told["anchor"] = self.state("info['anchor']", info.get("anchor"))
         seen = self.seen("observation", observation)
         return seen, door.number("reward", reward), door.truth("done", done), told
 
-    def hashable(self, field: str, found):
+    def state(self, field: str, found):
+        """An anchor, which a script that compares steps by their states cannot do without."""
         try:
             hash(found)
-        except TypeError:
-            self.door.require(False, field, found, "something hashable")
+            is_right = bool(found == found)
+        except Exception:  # of a world's own class, or an array
+            is_right = False
+        self.door.require(is_right, field, found, "something hashable, equal where states are")
+        script = Path(sys.argv[0])
+        needed = f"the state: {script.stem} compares the steps that were taken in equal ones"
+        self.door.require(found is not None or not reads_anchors(script), field, found, needed)
         return found
 
     def seen(self, field: str, text) -> Seen:
-        """Words, with the episode's picture beside them."""
+        """Words, with the episode's picture beside them; halves of surrogate pairs become "?"."""
         self.door.require(isinstance(text, str), field, text, "a str")
-        seen = Seen(text)
+        seen = Seen(text.encode("utf-8", "replace").decode())
         if getattr(self.door.env, "shows_pictures", False):
             with self.door.guarded():
                 png = seen.picture = self.own.picture
@@ -137,11 +159,35 @@ class Episode:
         return seen
 
 
+class Told(tuple):
+    """A step's result, for scripts that await it and for those that do not."""
+
+    def __await__(self):
+        return self
+        yield
+
+
+class Later:
+    """The result of a step that waits. A script that does not await it ends with one line."""
+
+    def __init__(self, episode: Episode, result):
+        self.episode, self.result = episode, result
+
+    def __await__(self):
+        return self.episode.checked_later(self.result).__await__()
+
+    def __iter__(self):
+        if hasattr(self.result, "close"):
+            self.result.close()  # else Python warns of it as well
+        wanted = "a tuple; `await episode.step(text)` in play takes a step that waits"
+        self.episode.door.require(False, "step", self.result, wanted)
+
+
 def require(is_right: bool, env, what: str, found, expected: str) -> None:
     """End the run with one line where something is not what it has to be."""
     if not is_right:
         name = getattr(env, "name", type(env).__name__)
-        told = f"{name}: {what} is {type(found).__name__} {found!r}"[:300]
+        told = f"{name}: {what} is {type(found).__name__} {SHORT.repr(found)}"[:300]
         sys.exit(plain(f"{told}, expected {expected}"))
 
 
@@ -150,7 +196,7 @@ def number_of(found) -> float | None:
     try:
         found = found.item() if hasattr(found, "item") else found
         return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
-    except (ValueError, RuntimeError, TypeError, OverflowError):  # of an array, more than one
+    except Exception:  # of an array of more than one, or of a class of the world's
         return None
 
 
@@ -161,9 +207,49 @@ def task_of(env, task) -> int:
     return int(task)
 
 
+def check_world(env) -> None:
+    """Exit with one line where a world has no name or no tasks, or a task twice."""
+    name, panel = getattr(env, "name", None), getattr(env, "eval_env", env)
+    require(isinstance(name, str), env, "name", name, "a str")
+    for world in {id(each): each for each in (env, panel)}.values():
+        needed, sets = {SETS[0]: world is env, SETS[1]: world is panel}, {}
+        for kind in SETS:
+            if (tasks := getattr(world, kind, None)) is None and not needed.get(kind):
+                continue
+            is_sequence = isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes)
+            require(is_sequence, world, kind, tasks, "a sequence of task numbers: a range, a list")
+            sets[kind] = tasks
+            if not isinstance(tasks, range):
+                sets[kind] = Counter(task_of(world, task) for task in tasks)
+                (task, times), *_ = sets[kind].most_common(1) or [(0, 0)]
+                require(times < 2, world, f"a task in {kind}", task, f"once, not {times} times")
+        for (one, few), (other, many) in combinations(sets.items(), 2):
+            few, many = sorted((few, many), key=len)
+            both = next((task for task in few if task in many), None)
+            require(both is None, world, f"a task in {one} and {other}", both, "none in two sets")
+
+
+@cache
+def reads_anchors(script: Path) -> bool:
+    """Whether a script compares steps by the state in which they were taken: it says so."""
+    return script.is_file() and ".anchor" in script.read_text(errors="replace")
+
+
+def opened(env, task) -> Episode:
+    """A task's fresh episode, before a run begins; exits with one line where the world raises."""
+    try:
+        return Door(env, task_of(env, task)).reset(task)
+    except WorldFault as fault:
+        sys.exit(plain(f"{env.name}: {fault}"))
+
+
 def summary_of(env) -> dict[str, float]:
     """The world's numbers of the episodes since the last call; exits where a value is no number."""
-    found = env.summary() if hasattr(env, "summary") else {}
+    name = getattr(env, "name", type(env).__name__)
+    try:
+        found = env.summary() if hasattr(env, "summary") else {}
+    except Exception as error:
+        sys.exit(plain(f"{name}: summary() raised {type(error).__name__}: {error}"[:300]))
     require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
     numbers = {key: number_of(value) for key, value in found.items()}
     for key, number in numbers.items():

@@ -18,6 +18,7 @@ from runtime.saving.checkpoints import DamagedError, kept_in, told_when_full
 from runtime.saving.files import hash_files, lock, read_json
 from runtime.view import terminal
 from runtime.view.board import open_board
+from runtime.worlds import opened
 
 import torch
 from tqdm import tqdm
@@ -169,9 +170,9 @@ def provenance(args, model: str, env) -> dict:
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     eval_env = getattr(env, "eval_env", env)
     panel = []
-    for episode in map(eval_env.reset, tqdm(tasks, "panel", **later)):
-        png = getattr(episode, "picture", None)
-        panel.append(episode.prompt + (hashlib.sha256(png).hexdigest() if png else ""))
+    for task in tqdm(tasks, "panel", **later):
+        seen = opened(eval_env, task).prompt
+        panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
     prompts = "\0".join(panel).encode("utf-8", "backslashreplace")
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
