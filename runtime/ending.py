@@ -9,6 +9,7 @@ import sys
 import traceback
 from dataclasses import asdict, is_dataclass
 
+from runtime.checks import check_names
 from runtime.distributed import processes
 from runtime.engines import EngineError
 from runtime.flags import shown
@@ -30,6 +31,10 @@ def ends_cleanly(main):
     @functools.wraps(main)
     def guarded():
         current.clear()
+        if args_class := main.__globals__.get("Args"):
+            check_names(args_class)
+        outputs = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = map(Output, outputs)
         before = signal.signal(signal.SIGTERM, raise_terminated)
         interrupted = signal.getsignal(signal.SIGINT)
         try:
@@ -56,10 +61,33 @@ def ends_cleanly(main):
             if not own_process:  # else it ends now, and a signal is quiet
                 signal.signal(signal.SIGTERM, before)
                 signal.signal(signal.SIGINT, interrupted)
+                sys.stdout, sys.stderr = outputs
         if own_process:
             processes.end()
 
     return guarded
+
+
+class Output:
+    """A stream of the process whose reader may leave, as `| head -1` does: the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self.put(self.stream.write, text)
+
+    def flush(self) -> None:
+        self.put(self.stream.flush)
+
+    def put(self, how, *text):
+        try:
+            return how(*text)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def stop(run, error: BaseException) -> None:
