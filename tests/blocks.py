@@ -22,11 +22,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 TOKEN = ("rollout", "token policy")  # a ratio per token, as the baselines' papers have it
+ACTION = ("rollout", "action policy")  # of each action, by the mean of its tokens
 TALK = ("conversation", "token policy")
 ISTAR = ("advantages", "policy", "prm")
 PAPER = ("advantages", "policy", "paper prm")
 SCRIPTS = {
     "dpo_webshop.py": ("rollout",),
+    "g2po_sokoban.py": TOKEN,
+    "g2po_visual_sokoban.py": TOKEN,
+    "g2po_webshop.py": TOKEN,
+    "gagpo_sokoban.py": ACTION,
+    "gagpo_visual_sokoban.py": ACTION,
+    "gagpo_webshop.py": ACTION,
     "gigpo_sokoban.py": TOKEN,
     "gigpo_visual_sokoban.py": TOKEN,
     "gigpo_webshop.py": TOKEN,

@@ -377,6 +377,8 @@ MOST = {  # lines that the diff of two scripts shows at most
     ("rloo", "reinforce_pp"): 55,
     ("rloo", "gigpo"): 120,
     ("gigpo", "graphgpo"): 110,
+    ("gigpo", "g2po"): 90,
+    ("gigpo", "gagpo"): 150,
     ("rloo", "prime"): 190,
     ("rloo", "ppo"): 210,
     ("rloo", "dpo"): 200,

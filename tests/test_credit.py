@@ -259,7 +259,7 @@ GAPS = torch.tensor([0.2, 0.1, 0.1, 0.4])  # of a step of one token, and of one 
 def test_a_weight_is_of_what_the_ratio_is_of(module):
     """pi_old by the trainer / pi_old by the engine, of a step or a token, and at most the cap."""
     batch = SimpleNamespace(num_steps=2, token_step=torch.tensor([0, 1, 1, 1]))
-    of_steps = module.__name__.startswith("istar_")
+    of_steps = module.__name__.startswith(("istar_", "gagpo_"))
 
     def weights(gaps, cap=9.0, dtype="bfloat16"):
         args = SimpleNamespace(engine_cap=cap, run_args=SimpleNamespace(dtype=dtype))

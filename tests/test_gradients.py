@@ -414,11 +414,12 @@ def test_a_network_that_trains_an_adapter_needs_one():
 
 
 def ratio_of(module, args) -> str:
-    """What a ratio of this script compares: iStar's a step, the baselines' a token, the ablations'
-    what --ratio says."""
+    """What a ratio of this script compares: iStar's a step, GAGPO's the mean of a step's tokens, the
+    other baselines' a token, the ablations' what --ratio says."""
     if module.__name__.endswith("_ablations"):
         return args.ratio
-    return "step" if module.__name__.startswith("istar_") else "token"
+    kinds = {"istar": "step", "gagpo": "step-mean"}
+    return kinds.get(module.__name__.split("_")[0], "token")
 
 
 def plain_policy_gradient(module, policy, trajectories, old, advantages, args):
@@ -542,7 +543,7 @@ def test_minibatches_share_the_trajectories(trainer, monkeypatch):
     owners = [{*of_trajectory[share].tolist()} for share in shares]
     assert sum(map(len, owners)) == len(trajectories)  # none is in two of them
     counts = [map(len, shares), (len(batch.token_step[share].unique()) for share in shares)]
-    counts = [*counts[ratio_of(trainer, args) == "step"]]
+    counts = [*counts[ratio_of(trainer, args) != "token"]]
     whole = sum(n * gradient for n, gradient in zip(counts, seen, strict=True)) / sum(counts)
     expected = plain_policy_gradient(trainer, policy, trajectories, old, advantages, args)
     assert_same(whole, expected)

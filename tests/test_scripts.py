@@ -58,6 +58,8 @@ OWN = {  # what a script of an algorithm logs beside ALWAYS, and of each step in
     "istar": (PRM, CREDIT),
     "prime": (PRIME, ["implicit_reward"]),
     "ppo": (CRITIC, ["value"]),
+    "g2po": (ANCHOR, CREDIT[1:]),
+    "gagpo": (ANCHOR, CREDIT[1:2]),
     "gigpo": (ANCHOR, CREDIT[1:]),
     "graphgpo": (ANCHOR, CREDIT[1:]),
     "dpo": (DPO, []),
