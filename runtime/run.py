@@ -27,7 +27,7 @@ from runtime.saving.checkpoints import (
 )
 from runtime.saving.files import append, to_json, write_json
 from runtime.saving.opening import open_run, peak_memory
-from runtime.view import report, terminal
+from runtime.view import report, stuck, terminal
 from runtime.vision.pictures import shows_pictures
 
 import numpy as np
@@ -61,6 +61,7 @@ class Run:
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
         self.failed = Counter()  # {task: how often its world raised} in this start
+        self.told = set()  # why this run cannot learn, which it says once
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
         if processes.rank() == 0:
@@ -186,6 +187,7 @@ class Run:
         self.begun = time.perf_counter(), self.iteration
         for iteration in range(self.iteration + 1, last + 1):
             self.seed(iteration)
+            self.weights = stuck.sample_of(self.networks[0])
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
@@ -217,6 +219,8 @@ class Run:
         env = self.eval_env if kind == "eval" else self.env
         self.row |= report.describe(trajectories, kind, env, self.faults)
         self.faults = 0
+        cut = stuck.cut_answers(trajectories, self.args.max_action_tokens, self.chat.stop_ids)
+        self.log(kind, {"cut": sum(cut) / len(cut)})
         if kind == "eval":
             self.panel = trajectories
         else:
@@ -232,6 +236,7 @@ class Run:
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)
             self.row |= {"time/total": total, "time/elapsed": before + total}
             self.row["engine/restarts"] = self.engine.restarts
+            self.row["policy/moved"] = stuck.moved(self.networks[0], self.weights)
             kinds = {name.partition("/")[0] for name in self.row}
             logged = [name for name in LOGGED.split() if name.partition("/")[0] in kinds]
             self.row = dict.fromkeys(logged) | self.row  # null where nothing could be learnt
@@ -258,6 +263,7 @@ class Run:
         if self.iteration:
             kept = self.rows, self.networks, self.tokenizer, self.args, self.lists
             save_checkpoint(self.path, *kept)
+            stuck.tell_if_stuck(self.rows, self.told)
         self.panel = []
 
 

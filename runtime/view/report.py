@@ -9,7 +9,7 @@ from runtime.distributed import fsdp, processes
 from runtime.saving.files import EPISODE_VERSION, replace_file, to_json
 from runtime.view import viewer
 from runtime.view.terminal import say, warn
-from runtime.worlds import summary_of
+from runtime.worlds import require, summary_of
 
 import numpy as np
 
@@ -53,10 +53,12 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
         "episode_steps": [len(t.steps) for t in trajectories],
         "dead_groups": [len({t.outcome for t in group}) == 1 for group in groups.values()],
     }
-    row = summary_of(env) | {name: float(np.mean(of)) for name, of in values.items()}
+    told, row = summary_of(env), {name: float(np.mean(of)) for name, of in values.items()}
     std = float(np.std(by_task, ddof=min(1, len(by_task) - 1)))
     row |= {"success_error": std / len(by_task) ** 0.5} | ({"faults": faults} if faults else {})
-    return {f"{kind}/{key}": value for key, value in row.items()}
+    for name in told.keys() & {*row, "faults", "cut"}:
+        require(False, env, f"summary()[{name!r}]", told[name], "another name: this is the run's")
+    return {f"{kind}/{key}": value for key, value in (told | row).items()}
 
 
 def seen_pictures(t) -> list[bytes]:

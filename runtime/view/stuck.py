@@ -1,54 +1,77 @@
 """A run that cannot learn says so: once for each reason, in one line that names the flag."""
 
+from runtime.distributed import processes
 from runtime.view.terminal import warn
 
 import torch
 
 ROWS = 3  # iterations in a row after which it is said
-REASONS = {  # column of metrics.jsonl: (its value where nothing can be learnt, what to say)
+FEW = 0.01  # share of the weights; so many are near enough to 0 to move at any learning rate
+REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches nothing, what to say)
     "train/truncated": (
-        1,
+        lambda share, row: share == 1,
         "every episode ended because its context was full: a larger --max-context-tokens, a "
         "smaller --max-action-tokens or --history N makes room",
     ),
     "train/cut": (
-        1,
+        lambda share, row: share == 1,
         "every answer was cut at --max-action-tokens: a larger one lets it end, unless the model "
         "never writes the end of a turn that its chat template has",
     ),
     "train/valid_actions": (
-        0,
-        "no answer had a valid action: look at episodes.jsonl; the model does not know the "
-        "format (warm_start.py), or --max-action-tokens is too small for it",
+        lambda share, row: share == 0,
+        "no answer had a valid action (episodes.jsonl has them): the model does not know the "
+        "format, which warm_start.py teaches, or --max-action-tokens is too small for it",
     ),
-    "train/dead_groups": (
-        1,
+    "train/dead_groups": (  # a critic compares nothing within groups
+        lambda share, row: share == 1 and not any(key.startswith("critic/") for key in row),
         "all episodes of every group had the same outcome, which teaches nothing: a higher "
         "--temperature, a larger --group-size or easier tasks",
     ),
     "prm/pairs": (
-        0,
-        "no two episodes of a group made a preference pair, so the PRM learns nothing: a smaller "
-        "--pair-margin, a larger --group-size or a higher --temperature",
+        lambda number, row: number == 0,
+        "no outcomes of a group were far enough apart for a preference pair, so the PRM learns "
+        "nothing: a smaller --pair-margin or a larger --group-size",
     ),
     "policy/moved": (
-        0,
-        "no weight of the policy changed: --learning-rate is below their precision, or 0",
+        lambda share, row: share < FEW,
+        "the policy's weights did not change: --learning-rate is 0 or below their precision",
     ),
 }
 
 
+def cut_answers(trajectories: list, most: int, stop_ids) -> list[bool]:
+    """Of each answer whether it was cut at `most` tokens, before a token that ends a turn."""
+    found = []
+    for t in trajectories:
+        last = dict(zip(t.step_ids, t.token_ids))  # {step: the last token of its answer}
+        long = [len(step.engine_logprobs) >= most for step in t.steps]
+        found += [is_long and last[n] not in stop_ids for n, is_long in enumerate(long)]
+    return found
+
+
 def sample_of(network) -> list[torch.Tensor]:
-    """The first weights of each tensor that a network trains, of this process's part."""
-    parts = [getattr(p, "_local_tensor", p).detach() for p in network.trained]
+    """The first weights of each tensor that a network trains; of a sharded one, of this part."""
+    trained = (p.detach() for p in network.trained)
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
     return [part.flatten()[:1024].clone() for part in parts]
 
 
+def moved(network, before: list[torch.Tensor]) -> float:
+    """The share of these weights (sample_of) that are others now, in all processes."""
+    changed = sum((a != b).sum() for a, b in zip(before, sample_of(network)))
+    changed, number = processes.total([float(changed), float(sum(map(len, before)))])
+    return changed / number
+
+
 def tell_if_stuck(rows: list[dict], told: set[str]) -> None:
-    """Warn of each reason that holds in the last rows and is not in `told` yet."""
+    """Warn of the first reason that holds in the last rows, where it is not in `told` yet; those
+    after it may follow from it."""
     last = [row for row in rows[-ROWS:] if row["iteration"]]
-    for column, (value, advice) in REASONS.items():
-        stuck = len(last) == ROWS and all(row.get(column) == value for row in last)
-        if stuck and column not in told:
+    for column, (is_stuck, advice) in REASONS.items():
+        values = [row.get(column) for row in last]
+        if len(last) == ROWS and None not in values and all(map(is_stuck, values, last)):
+            if column not in told:
+                warn(f"{ROWS} iterations in a row ({column} {values[-1]:.3g}): {advice}")
             told.add(column)
-            warn(f"{ROWS} iterations in a row ({column} {value}): {advice}")
+            return
