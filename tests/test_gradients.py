@@ -414,8 +414,8 @@ def test_a_network_that_trains_an_adapter_needs_one():
 
 
 def ratio_of(module, args) -> str:
-    """What a ratio of this script compares: iStar's a step, GAGPO's the mean of a step's tokens, the
-    other baselines' a token, the ablations' what --ratio says."""
+    """What a ratio of this script compares: iStar's a step, GAGPO's the mean of its tokens, that of
+    the other baselines a token, the ablations' what --ratio says."""
     if module.__name__.endswith("_ablations"):
         return args.ratio
     kinds = {"istar": "step", "gagpo": "step-mean"}
