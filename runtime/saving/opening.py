@@ -15,7 +15,7 @@ from pathlib import Path
 from runtime.checks import evaluation_tasks
 from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in, told_when_full
-from runtime.saving.files import hash_files, lock, read_json
+from runtime.saving.files import hash_file, hash_files, lock, read_json
 from runtime.view import terminal
 from runtime.view.board import open_board
 from runtime.worlds import opened
@@ -66,6 +66,10 @@ def open_run(run) -> None:
         except DamagedError as error:
             sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
         refuse_other_flags(path, script, saved, starts, start, args)
+        now, then = start["hashes"], starts[-1]["hashes"]  # which older runs do not have
+        files = {file: then.get(what, now[what]) for what, file in sources_of(run.env).items()}
+        for file in (file for file, known in files.items() if known != hash_file(Path(file))):
+            terminal.warn(f"--resume {path}: {file} was edited since this run last started")
     with told_when_full(path):
         made = [each for each in (path, path / "checkpoints") if not each.exists()]
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -163,9 +167,17 @@ def refuse_others(path: Path) -> None:
             sys.exit(f"{place}: a {found} in the place of a {wanted}; move it away")
 
 
+def sources_of(env) -> dict[str, str]:
+    """The files of the script and of the world's class, where there are such files."""
+    module = sys.modules.get(type(env).__module__)
+    files = {"script": sys.argv[0], "world": getattr(module, "__file__", None)}
+    return {what: file for what, file in files.items() if file and os.path.isfile(file)}
+
+
 def provenance(args, model: str, env) -> dict:
     """An entry of run.json, for one start of a run. The hashes are of the files of the model and of
-    the data, and of the panel's prompts and pictures; a run is not taken up where they differ."""
+    the data, and of the panel's prompts and pictures; a run is not taken up where they differ. And
+    of the script and the world, whose edits are told."""
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     eval_env = getattr(env, "eval_env", env)
@@ -195,7 +207,8 @@ def provenance(args, model: str, env) -> dict:
             "model": hash_files(Path(model)),
             "data": hash_files(getattr(env, "data", None)),
             "panel": hashlib.sha256(prompts).hexdigest(),
-        },
+        }
+        | {what: hash_file(Path(file)) for what, file in sources_of(env).items()},
     }
 
 
