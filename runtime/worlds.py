@@ -10,7 +10,7 @@ import reprlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -59,8 +59,12 @@ class Door:
         try:
             yield
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
-                raise  # not the world's: the rollout is stopped
+            with suppress(RuntimeError):  # no loop runs before a run begins
+                if (
+                    isinstance(error, asyncio.CancelledError)
+                    and asyncio.current_task().cancelling()
+                ):
+                    raise error  # not the world's: the rollout is stopped
             told = f"the world raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             fault = WorldFault(f"task {self.task}: {told}")
             fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
@@ -187,7 +191,8 @@ def require(is_right: bool, env, what: str, found, expected: str) -> None:
     """End the run with one line where something is not what it has to be."""
     if not is_right:
         name = getattr(env, "name", type(env).__name__)
-        told = f"{name}: {what} is {type(found).__name__} {SHORT.repr(found)}"[:300]
+        shown = " ".join(SHORT.repr(found).split())  # an array's has many lines
+        told = f"{name}: {what} is {type(found).__name__} {shown}"[:300]
         sys.exit(plain(f"{told}, expected {expected}"))
 
 
@@ -249,7 +254,8 @@ def summary_of(env) -> dict[str, float]:
     try:
         found = env.summary() if hasattr(env, "summary") else {}
     except Exception as error:
-        sys.exit(plain(f"{name}: summary() raised {type(error).__name__}: {error}"[:300]))
+        said = f"summary() raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        sys.exit(plain(f"{name}: {said}"))
     require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
     numbers = {key: number_of(value) for key, value in found.items()}
     for key, number in numbers.items():

@@ -1,0 +1,611 @@
+"""Worlds that users write, and runs that cannot learn: one table of cases. Each expects a line that
+names the flag, the file, the field or the task, or the right numbers where the run can go on."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+from runtime.data import Step, Trajectory
+from runtime.ending import ends_cleanly
+from runtime.engines import SamplingParams
+from runtime.flags import RunArgs
+from runtime.rollout import Stage, rollout
+from runtime.saving.files import rows_of
+from runtime.view.report import describe, episode_lines
+from runtime.view.stuck import cut_answers, tell_if_stuck
+from runtime.view.viewer import read_run
+from runtime.worlds import Door, Later, check_world
+
+import pytest
+from conftest import load, settings
+from test_worlds import Chat, Engine
+from tiny_world import module_of, program, run_in, run_there, write
+
+PLAY = load("rloo_sokoban").play
+
+
+def said_in_one_line(done) -> str:
+    """The line with which a run ended that cannot go on."""
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line]
+    assert len(lines) == 1 and lines[0].isprintable() and len(lines[0]) < 600, done.stderr
+    return lines[0]
+
+
+def line_of(function, *given) -> str:
+    with pytest.raises(SystemExit) as stop:
+        function(*given)
+    said = stop.value.code
+    assert isinstance(said, str) and said.isprintable() and len(said) < 600, said
+    return said
+
+
+def world_with(tmp_path, **lines):
+    (tmp_path / "tiny.py").write_text(program(**lines))
+    return module_of(tmp_path / "tiny.py", "tiny").World()
+
+
+def stage() -> Stage:
+    return Stage(Engine(), Chat(), settings(max_steps=4))
+
+
+def played(world, tasks, stage) -> list[Trajectory]:
+    return rollout(stage, PLAY, world, [*tasks], SamplingParams())
+
+
+# ------------ the names of flags ------------
+
+TAKEN = [f.name for kind in (load("rloo_sokoban").Args, RunArgs) for f in fields(kind)][::3]
+KINDS = {str: '""', bool: "False", int: "1"}
+
+
+@pytest.mark.parametrize("name", ["seed", *TAKEN])
+def test_a_flag_of_the_world_with_a_name_that_is_taken(name, tmp_path):
+    """At the start, before anything is read, also of --help; the line says which one to rename."""
+    done = run_in(tmp_path, flags=f"{name}: int = 1  # Something else.")
+    flag = f"--{name.replace('_', '-')}: "
+    said = said_in_one_line(done)
+    assert said.startswith(flag) and said.endswith(f" and Flags both have it; rename Flags.{name}")
+    assert said_in_one_line(run_there(tmp_path, "--help")) == said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
+    lines = {
+        "flags": "seed_of_world: int = 1  # Something else.",
+        "step": "reward = torch.tensor(0.5)",
+    }
+    done = run_in(tmp_path, "--seed-of-world", "7", **lines)
+    assert done.returncode == 0 and not done.stderr.strip(), done.stderr
+    flags = json.loads((tmp_path / "runs/a/args.json").read_text())
+    assert (flags["seed_of_world"], flags["seed"]) == (7, 3)
+
+
+# ------------ sets of tasks ------------
+
+ONCE, WHOLE = "once, not 2 times", "a whole number"
+SEQUENCE = "a sequence of task numbers: a range, a list"
+SETS = {  # what the world has: (what is named, what was found or is expected)
+    "train_tasks = range(40, 90)": ("train_tasks and eval_tasks", "int 40"),
+    "eval_tasks = [1, 2, 150]": ("train_tasks and eval_tasks", "int 150"),
+    "validation_tasks = range(199, 300)": ("train_tasks and validation_tasks", "int 199"),
+    "validation_tasks = [300, 49]": ("eval_tasks and validation_tasks", "int 49"),
+    "train_tasks = range(1, 99, 7)": ("train_tasks and eval_tasks", "int 1"),
+    "eval_tasks = range(-5, 10**7, 25)": ("train_tasks and eval_tasks", "int 120"),
+    "train_tasks = [*range(60, 90), 75]": ("a task in train_tasks is int 75", ONCE),
+    "eval_tasks = [7, 7]": ("a task in eval_tasks is int 7", ONCE),
+    "eval_tasks = [7, np.int64(7)]": ("a task in eval_tasks is int 7", ONCE),
+    "validation_tasks = (300, 301, 300)": ("a task in validation_tasks is int 300", ONCE),
+    "train_tasks = np.arange(60, 90)": ("train_tasks is ndarray", SEQUENCE),
+    "train_tasks = torch.arange(60, 90)": ("train_tasks is Tensor", SEQUENCE),
+    "train_tasks = {60, 61, 62}": ("train_tasks is set", SEQUENCE),
+    "train_tasks = {60: 'a', 61: 'b'}": ("train_tasks is dict", SEQUENCE),
+    "train_tasks = (n for n in range(9))": ("train_tasks is generator", SEQUENCE),
+    "train_tasks = '0123'": ("train_tasks is str '0123'", SEQUENCE),
+    "train_tasks = None": ("train_tasks is NoneType", SEQUENCE),
+    "eval_tasks = 128": ("eval_tasks is int 128", SEQUENCE),
+    "del eval_tasks": ("eval_tasks is NoneType", SEQUENCE),
+    "train_tasks = [60, 61.5]": ("a task is float 61.5", WHOLE),
+    "train_tasks = [60, '61']": ("a task is str '61'", WHOLE),
+    "eval_tasks = [0, None]": ("a task is NoneType", WHOLE),
+    "eval_tasks = [0, [1]]": ("a task is list [1]", WHOLE),
+    "eval_env = SimpleNamespace(name='judge')": ("judge: eval_tasks is NoneType", SEQUENCE),
+    "eval_env = SimpleNamespace(name='judge', eval_tasks=[3, 3])": ("judge: a task in eval", ONCE),
+    "name = None": ("name is NoneType", "a str"),
+    "name = 7": ("name is int 7", "a str"),
+    "del name": ("World: name is NoneType", "a str"),
+    "train_tasks = []": ("--tasks-per-iteration 2", "has 0 training tasks"),
+    "eval_tasks = range(1)": ("--eval-tasks 2", "has 1"),
+}
+
+
+@pytest.mark.parametrize("line", SETS)
+def test_sets_of_tasks_are_refused_at_the_start(line, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, world=line))
+    assert all(part in said for part in SETS[line]), said
+    assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]
+
+
+def test_a_world_without_validation_tasks(tmp_path):
+    said = said_in_one_line(
+        run_in(tmp_path, "--eval-set", "validation", world="del validation_tasks")
+    )
+    assert said.startswith("--eval-set validation: tiny world has no validation_tasks")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train_tasks = range(51, 10**12)\ndel validation_tasks",
+        "train_tasks, eval_tasks = range(1, 99, 2), range(0, 99, 2)",
+        "train_tasks = [np.int64(60), torch.tensor(61), 62.0]",
+        "train_tasks, eval_tasks = tuple(range(60, 90)), [0, 5, 3]",
+        "eval_env = SimpleNamespace(name='another world', eval_tasks=range(150))\ndel eval_tasks",
+    ],
+)
+def test_sets_of_tasks_that_share_none_are_taken(line, tmp_path):
+    check_world(world_with(tmp_path, world=line))
+
+
+# ------------ the first prompt, before a run begins ------------
+
+BEGIN = {  # (the lines of the world): what is named
+    ("reset", "raise KeyError(task)"): "task 0: the world raised KeyError: 0",
+    (
+        "reset",
+        "if task == 1: raise OSError('it broke\\nin two lines')",
+    ): "task 1: the world raised OSE",
+    ("reset", "import sys; sys.exit('left')"): "task 0: the world raised SystemExit: left",
+    ("reset", "raise StopIteration"): "task 0: the world raised StopIteration",
+    ("reset", "raise asyncio.CancelledError"): "task 0: the world raised CancelledError",
+    ("reset", "return None"): "has no attribute 'prompt'",
+    ("reset", "return {'prompt': 'go'}"): "has no attribute 'prompt'",
+    ("begin", "del self.prompt"): "has no attribute 'prompt'",
+    ("begin", "self.prompt = None"): "task 0: prompt is NoneType None, expected a str",
+    ("begin", "self.prompt = b'go'"): "task 0: prompt is bytes b'go', expected a str",
+    ("begin", "self.prompt = ['go']"): "task 0: prompt is list ['go'], expected a str",
+    ("begin", "self.prompt = {'role': 'user'}"): "task 0: prompt is dict",
+    ("begin", "self.anchor = [1, 2]"): "task 0: anchor is list [1, 2], expected something hashable",
+    ("begin", "self.anchor = float('nan')"): "anchor is float nan, expected something hashable",
+    ("begin", "self.anchor = torch.zeros(2)"): "task 0: anchor is Tensor",
+}
+
+
+@pytest.mark.parametrize("where, line", BEGIN)
+def test_the_panels_prompts_are_read_in_one_line(where, line, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, **{where: line}))
+    assert said.startswith("tiny world: task ") and BEGIN[where, line] in said, said
+    assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]
+
+
+@pytest.mark.parametrize("script", ["gigpo_sokoban", "graphgpo_sokoban"])
+def test_a_script_that_compares_states_needs_them(script, tmp_path):
+    """At the start, or at the first step that has none; the others do not ask."""
+    said = said_in_one_line(run_in(tmp_path, script=script))
+    assert "tiny world: task 0: anchor is NoneType None, expected the state: mine " in said
+    said = said_in_one_line(run_in(tmp_path, script=script, begin="self.anchor = 0"))
+    assert "tiny world: task 0: info['anchor'] is NoneType None, expected the state" in said
+    lines = {"begin": "self.anchor = 0", "step": "info['anchor'] = self.steps"}
+    done = run_in(tmp_path, script=script, **lines)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------ what a step returns ------------
+
+BROKEN = """class Broken:
+    def __repr__(self): raise ValueError("no words")
+    def __eq__(self, other): raise ValueError("not equal")
+    def __hash__(self): return 1
+    def __float__(self): raise ValueError("no number")
+    def item(self): raise ValueError("no item")
+"""
+NUMBER, TRUTH = "a finite number", "True or False"
+TUPLE = "a tuple (observation, reward, done, info)"
+STEPS = {  # the line in step(): (the field that is named, what is expected)
+    "return observation, reward, done, False, info": ("step is tuple", TUPLE),
+    "return observation, reward, done": ("step is tuple", TUPLE),
+    "return ()": ("step is tuple ()", TUPLE),
+    "return 'on'": ("step is str 'on'", TUPLE),
+    "return [observation, reward, done, info]": ("step is list", TUPLE),
+    "return dict(observation=observation, reward=reward)": ("step is dict", TUPLE),
+    "return (each for each in (observation, reward, done, info))": ("step is generator", TUPLE),
+    "return done": ("step is bool False", TUPLE),
+    "observation = None": ("observation is NoneType None", "a str"),
+    "observation = b'on'": ("observation is bytes b'on'", "a str"),
+    "observation = ['on']": ("observation is list ['on']", "a str"),
+    "observation = {'text': 'on'}": ("observation is dict", "a str"),
+    "observation = np.zeros(3)": ("observation is ndarray", "a str"),
+    "observation = 7": ("observation is int 7", "a str"),
+    "reward = math.nan": ("reward is float nan", NUMBER),
+    "reward = -math.inf": ("reward is float -inf", NUMBER),
+    "reward = np.float64('nan')": ("reward is float64 np.float64(nan)", NUMBER),
+    "reward = torch.tensor(math.inf)": ("reward is Tensor tensor(inf)", NUMBER),
+    "reward = 1e300": ("reward is float 1e+300", NUMBER),
+    "reward = -(10**12)": ("reward is int -1000000000000", NUMBER),
+    "reward = 1 + 2j": ("reward is complex (1+2j)", NUMBER),
+    "reward = [1.0]": ("reward is list [1.0]", NUMBER),
+    "reward = np.zeros((2, 2))": ("reward is ndarray", NUMBER),
+    "reward = {'a': 1.0}": ("reward is dict", NUMBER),
+    "import decimal; reward = decimal.Decimal('NaN')": ("reward is Decimal", NUMBER),
+    "reward = np.datetime64('2020')": ("reward is datetime64", NUMBER),
+    "reward = lambda: 1.0": ("reward is function", NUMBER),
+    f"{BROKEN}reward = Broken()": ("reward is Broken <Broken instance at", NUMBER),
+    "done = 'no'": ("done is str 'no'", TRUTH),
+    "done = 2": ("done is int 2", TRUTH),
+    "done = np.array([True, False])": ("done is ndarray", TRUTH),
+    "done = math.nan": ("done is float nan", TRUTH),
+    f"{BROKEN}done = Broken()": ("done is Broken", TRUTH),
+    "info = [*info.items()]": ("info is list", "a dict"),
+    "info = 'valid'": ("info is str 'valid'", "a dict"),
+    "info = {}": ("info is list []", "the key 'valid'"),
+    "info = {1: 2, None: 3}": ("info is list ['1', 'None']", "the key 'valid'"),
+    "del info['score']": ("info is list ['success', 'valid']", "the key 'score'"),
+    "info['valid'] = None": ("info['valid'] is NoneType", TRUTH),
+    "info['valid'] = 0.5": ("info['valid'] is float 0.5", TRUTH),
+    "info['success'] = 'False'": ("info['success'] is str 'False'", TRUTH),
+    "info['score'] = math.inf": ("info['score'] is float inf", NUMBER),
+    "info['score'] = None": ("info['score'] is NoneType", NUMBER),
+    "info['progress'] = math.nan": ("info['progress'] is float nan", NUMBER),
+    "info['game_reward'] = 1e40": ("info['game_reward'] is float 1e+40", NUMBER),
+    "info['anchor'] = {1}": ("info['anchor'] is set", "something hashable"),
+    "info['anchor'] = np.zeros(2)": ("info['anchor'] is ndarray", "something hashable"),
+    f"{BROKEN}info['anchor'] = Broken()": ("info['anchor'] is Broken", "something hashable"),
+}
+
+
+@pytest.mark.parametrize("line", STEPS, ids=lambda line: line.splitlines()[-1])
+def test_a_step_is_checked_and_named(line, tmp_path):
+    """At the first step, with the world, the task, the field, what it was and what was expected."""
+    field, expected = STEPS[line]
+    episode = Door(world_with(tmp_path, step=line), 120).reset(120)
+    said = line_of(episode.step, "go")
+    assert said.startswith(f"tiny world: task 120: {field}") and f", expected {expected}" in said
+
+
+def test_a_reward_that_is_none_ends_a_run_in_its_name(tmp_path):
+    """And not in that of the learning rate."""
+    done = run_in(tmp_path, step="reward = math.nan if self.task >= 100 else 0.5")
+    said = said_in_one_line(done)
+    assert said.startswith("tiny world: task 1") and "reward is float nan" in said
+    assert "--learning-rate" not in done.stdout + said
+
+
+async def never():
+    return "on", 0.0, False, {}
+
+
+def test_a_step_that_waits_is_awaited_or_named(tmp_path, recwarn):
+    world = world_with(tmp_path, step="async def told(): return 'on', 1, 0, info\nreturn told()")
+    step = Door(world, 5).reset(5).step("go")
+    assert isinstance(step, Later)
+    observation, reward, done, info = asyncio.run(wait_for(step))
+    assert (observation, reward, done, info["score"]) == ("on", 1.0, False, 0.5)
+    said = line_of(tuple, Door(world, 5).reset(5).step("go"))
+    assert "task 5: step is coroutine" in said and "`await episode.step(text)`" in said
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
+    at_once = Door(world_with(tmp_path), 5).reset(5).step("go")
+    assert asyncio.run(wait_for(at_once)) == at_once and at_once[1] == 0.25
+
+
+async def wait_for(step):
+    return await step
+
+
+# ------------ what goes on, with the right numbers ------------
+
+GOOD = {  # the line in step(): what the two steps of the episode have then
+    "reward = np.float32(0.25)": {"outcome": 0.5},
+    "reward = torch.tensor([0.25])": {"outcome": 0.5},
+    "reward = np.array([[0.25]])": {"outcome": 0.5},
+    "reward = True": {"outcome": 2.0},
+    "reward = -1": {"outcome": -2.0},
+    "reward, done = 0, np.bool_(done)": {"outcome": 0.0, "success": True},
+    "done = torch.tensor(done)": {"success": True},
+    "done = int(done)": {"success": True},
+    "info['success'] = np.float64(done)": {"success": True},
+    "info['score'] = torch.tensor(0.75)": {"score": 0.75},
+    "info['game_reward'] = np.int8(3)": {"reward": 3.0},
+    "info['progress'] = torch.tensor([-0.5])": {"progress": -0.5},
+    "info['valid'] = np.int64(0)": {"valid": False},
+    "info['anything'] = object()": {"outcome": 0.5},
+    "from collections import OrderedDict; info = OrderedDict(info)": {"score": 0.5},
+    "observation = np.str_('seen')": {"observation": "seen"},
+    "observation = ''": {"observation": ""},
+    "observation = 'a\\ud800b'": {"observation": "a?b"},
+    "observation = '\\x00\\x1b[2J<|im_end|>'": {"observation": "\x00\x1b[2J<|im_end|>"},
+    "observation = 'a\\nb\\u2028c'": {"observation": "a\nb\u2028c"},
+    "class Four(tuple): pass\nreturn Four((observation, reward, done, info))": {"outcome": 0.5},
+}
+
+
+@pytest.mark.parametrize("line", GOOD, ids=lambda line: line.splitlines()[-1])
+def test_numbers_are_numbers_in_the_tables(line, tmp_path):
+    """What a world returns of numpy and torch is in metrics.jsonl and episodes.jsonl as JSON."""
+    trajectories = played(world_with(tmp_path, step=line), [120, 120, 121], stage())
+    row = json.loads(json.dumps(describe(trajectories, "train"), allow_nan=False))
+    assert len(trajectories) == 3 and all(type(value) in (int, float) for value in row.values())
+    for text in episode_lines({"iteration": 1}, trajectories, {}):
+        episode = json.loads(text, parse_constant=pytest.fail)
+        first, last = episode["steps"]
+        found = {**first, **episode, "observation": last["observation"]}
+        for name, value in GOOD[line].items():
+            assert found[name] == value and type(found[name]) is type(value), (name, found[name])
+
+
+def test_a_run_on_such_a_world_has_the_right_numbers(tmp_path):
+    step = "reward = torch.tensor(0.5 * (self.first % 2))\ninfo['progress'] = np.float32(0.25)"
+    world = "def summary(self): return {'rooms': np.int64(3), 'share': torch.tensor(0.5)}"
+    done = run_in(tmp_path, "--eval-every", "1", step=step, world=world)
+    assert done.returncode == 0, done.stderr
+    first, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert (first["eval/rooms"], row["train/rooms"], row["train/share"]) == (3.0, 3.0, 0.5)
+    assert row["train/success"] == row["eval/success"] == 1.0 and row["train/score"] == 0.5
+    assert row["train/dead_groups"] == 0.0 and row["train/episode_steps"] == 2.0
+    episodes = rows_of(tmp_path / "runs/a/episodes.jsonl")
+    assert sorted(e["outcome"] for e in episodes) == [0.0, 0.0, 1.0, 1.0]
+    assert {s["progress"] for e in episodes for s in e["steps"]} == {0.25}
+
+
+# ------------ the world's own numbers ------------
+
+OWN = [*describe([Trajectory(1, steps=[Step("", "", [])])], "x"), "x/faults", "x/cut"]
+
+
+@pytest.mark.parametrize("name", [key.removeprefix("x/") for key in OWN])
+def test_a_summary_has_names_of_its_own(name):
+    world = SimpleNamespace(name="tiny world", summary=lambda: {name: 0.125})
+    said = line_of(describe, [Trajectory(1, steps=[Step("", "", [])])], "train", world)
+    assert said.startswith(f"tiny world: summary()[{name!r}] is float 0.125, expected another name")
+
+
+@pytest.mark.parametrize("error", ["ZeroDivisionError()", "KeyError('rooms')", "OSError('a\\nb')"])
+def test_a_summary_that_raises_is_one_line(error, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, world=f"def summary(self): raise {error}"))
+    assert said.startswith(f"tiny world: summary() raised {error.partition('(')[0]}")
+
+
+# ------------ worlds that raise ------------
+
+RAISED = {  # (the line of step(), the tasks): how many are left out, or the line that ends the run
+    ("if self.first == 2: raise OSError('it broke')", 6): 1,
+    ("if self.first in (1, 2): raise OSError('it broke')", 10): 2,
+    (
+        "if self.first < 4: raise OSError('it broke')",
+        14,
+    ): "stopped: 3 of 14 episodes failed (3 x the",
+    ("if self.task == 1: raise KeyError('gone')", 60): "stopped: 20 of 60 episodes failed (20 x ",
+    ("if self.first == 3: import sys; sys.exit(0)", 6): 1,
+    ("if self.first == 3: import sys; sys.exit()", 6): 1,
+    ("if self.first == 3: raise StopIteration", 6): 1,
+    ("if self.first == 3: raise StopAsyncIteration", 6): 1,
+    ("if self.first == 3: raise asyncio.CancelledError", 6): 1,
+    ("if self.first == 3: raise MemoryError('its own')", 6): 1,
+    ("if self.first == 3: (lambda f: f(f))(lambda f: f(f))", 6): 1,
+    ("if self.first == 3: return self.nothing", 6): 1,
+    ("if self.first == 3: raise ExceptionGroup('two', [OSError(), KeyError()])", 6): 1,
+    ("if self.steps == 2 and self.first == 3: raise TimeoutError('late')", 6): 1,
+}
+
+
+@pytest.mark.parametrize("line, number", RAISED)
+def test_an_episode_whose_world_raises(line, number, tmp_path, capsys):
+    """Is left out, named and counted; more than a fifth end the run."""
+    on, world = stage(), world_with(tmp_path, step=line)
+    tasks = [task % 3 for task in range(number)]
+    expected = RAISED[line, number]
+    if isinstance(expected, str):
+        assert line_of(played, world, tasks, on).startswith(expected)
+        return
+    left = played(world, tasks, on)
+    assert len(left) == number - expected and on.faults == expected
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == expected and all("; this episode is left out" in each for each in told)
+
+
+def failing(which: str, name: str = "OSError('it broke')") -> str:
+    return f"if self.task == 7 and {which}: raise {name}"
+
+
+def test_the_same_task_fails_three_times(tmp_path):
+    """In one rollout, or in three of one run; other tasks' failures do not add up to it."""
+    world = world_with(tmp_path, step=failing("True"))
+    tasks = [7] * 3 + [*range(20, 60)]
+    told = "stopped: task 7 failed 3 times (the world raised OSError: it broke)"
+    assert line_of(played, world, tasks, stage()) == told
+    on = stage()
+    for _ in range(2):
+        assert len(played(world, [7, *range(20, 40)], on)) == 20
+    assert line_of(played, world, [7, *range(20, 40)], on) == told
+    world = world_with(tmp_path, step="if self.task in (7, 8, 9): raise OSError('it broke')")
+    assert len(played(world, range(60), stage())) == 57
+
+
+def test_the_same_task_fails_in_every_evaluation_of_a_run(tmp_path):
+    """The run says what is kept."""
+    words = "--eval-every 1 --eval-tasks 6 --iterations 9".split()
+    done = run_in(tmp_path, *words, step=failing("True").replace("7", "3"))
+    said = said_in_one_line(done)
+    assert said.startswith("stopped: task 3 failed 3 times (the world raised OSError: it broke): ")
+    assert "iteration 1 is kept in runs/a; go on with --resume runs/a" in said
+    assert [row["iteration"] for row in rows_of(tmp_path / "runs/a/metrics.jsonl")] == [0, 1]
+
+
+def test_failures_that_the_world_counts_itself_end_nothing(tmp_path):
+    step = "class Lost(Exception): counted = True\nif self.task == 7: raise Lost('it is counted')"
+    on = stage()
+    assert len(played(world_with(tmp_path, step=step), [7] * 5 + [8], on)) == 1
+    assert on.faults == 0 and not on.failed
+
+
+def test_an_exit_of_the_world_is_no_end_of_the_run(tmp_path):
+    """sys.exit() and sys.exit(0) in each step: status 1, and one line."""
+    for code in ("", "0", "None"):
+        done = run_in(tmp_path, step=f"import sys; sys.exit({code})")
+        assert said_in_one_line(done).startswith(
+            "stopped: 2 of 2 episodes failed (2 x the world rai"
+        )
+
+
+# ------------ a run that cannot learn ------------
+
+COLUMNS = {  # column: (a value at which nothing is learnt, one at which something is, the flag)
+    "train/truncated": (1.0, 0.9, "--max-context-tokens"),
+    "train/cut": (1.0, 0.99, "--max-action-tokens"),
+    "train/valid_actions": (0.0, 0.01, "warm_start.py"),
+    "train/dead_groups": (1.0, 0.9, "--temperature"),
+    "prm/pairs": (0, 1, "--pair-margin"),
+    "policy/moved": (0.0, 0.9, "--learning-rate"),
+}
+MOVES = {column: moves for column, (_, moves, _) in COLUMNS.items()}
+
+
+def told_of(rows: list[dict], capsys) -> list[str]:
+    """The warnings after each row of these, which get an iteration."""
+    told, so_far = set(), []
+    for number, row in enumerate(rows):
+        so_far.append({"iteration": number + 1} | row)
+        tell_if_stuck(so_far, told)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_what_holds_in_three_rows_is_told_once(column, capsys):
+    stuck, moves, flag = COLUMNS[column]
+    bad, good = MOVES | {column: stuck}, MOVES | {column: moves}
+    (line,) = told_of([good, bad, bad, bad, bad, good, bad, bad, bad], capsys)
+    assert line.startswith(f"warning: 3 iterations in a row ({column} ") and flag in line
+    assert told_of([bad, bad, good, bad, bad, good], capsys) == []
+    assert told_of([bad, bad, MOVES | {column: None}, bad], capsys) == []
+    assert told_of([good] * 5, capsys) == []
+
+
+def test_the_first_reason_is_told_and_not_what_follows_from_it(capsys):
+    bad = {column: stuck for column, (stuck, _, _) in COLUMNS.items()}
+    for column in COLUMNS:
+        (line,) = told_of([dict(bad)] * 9, capsys)
+        assert f"({column} " in line
+        bad[column] = MOVES[column]
+    assert told_of([bad] * 9, capsys) == []
+
+
+def test_a_critic_learns_without_groups(capsys):
+    row = MOVES | {"train/dead_groups": 1.0}
+    assert told_of([row | {"critic/loss": 0.5}] * 4, capsys) == []
+    assert len(told_of([row] * 4, capsys)) == 1
+
+
+CUT = {  # (tokens of the answer, whether it is cut) where 3 are the most and 2 ends a turn
+    "at the most, without an end": ([5, 6, 7], True),
+    "at the most, with an end": ([5, 6, 2], False),
+    "an end in its middle": ([2, 6, 7], True),
+    "short": ([5, 2], False),
+    "short, without an end": ([5, 6], False),
+    "longer": ([5, 6, 7, 8], True),
+}
+
+
+@pytest.mark.parametrize("ids, cut", CUT.values(), ids=CUT)
+def test_an_answer_is_cut(ids, cut):
+    t = Trajectory(1)
+    for answer in (ids, [9, 2]):
+        t.append([*t.token_ids, 1, 1], answer)
+        t.steps.append(Step("", "", [-1.0] * len(answer)))
+    assert cut_answers([t, t], 3, (2, 4)) == [cut, False] * 2
+
+
+LONG = "observation = 'a word ' * 40\ndone = False"
+VARIED = "reward = 0.5 * (self.first % 2)"
+RUNS = {  # words: (the world's step, the script, pieces of the warning)
+    "--temperature 0.01": (
+        "reward = 0.5 * ('down' in text[:20])",
+        "rloo_sokoban",
+        "(train/dead_groups 1)",
+    ),
+    "--pair-margin 1.5": (VARIED, "istar_webshop", "(prm/pairs 0)"),
+    "--max-action-tokens 3": (VARIED, "rloo_sokoban", "(train/cut 1)"),
+    "--learning-rate 1e-12": (VARIED, "rloo_sokoban", "(policy/moved "),
+    "--max-context-tokens 130": (f"{VARIED}\n{LONG}", "rloo_sokoban", "(train/truncated 1)"),
+}
+
+
+@pytest.mark.parametrize("words", RUNS)
+def test_a_run_that_cannot_learn_says_so_in_one_line(words, tmp_path):
+    step, script, told = RUNS[words]
+    done = run_in(tmp_path, *words.split(), "--iterations", "4", script=script, step=step)
+    assert done.returncode == 0, done.stderr
+    (line,) = [each for each in done.stdout.splitlines() if "in a row" in each]
+    assert told in line and words.split()[0] in line
+    rows = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert all({"train/cut", "policy/moved"} <= row.keys() for row in rows[1:])
+    assert min(row["train/cut"] for row in rows[1:]) == 1.0 or "action" not in words
+    metrics = read_run(tmp_path / "runs/a", 99)["metrics"]  # of the viewer
+    assert metrics["train/cut"][1:] == [row["train/cut"] for row in rows[1:]]
+
+
+def test_a_run_that_learns_says_nothing(tmp_path):
+    done = run_in(tmp_path, "--iterations", "4", step=VARIED)
+    assert done.returncode == 0 and "warning" not in done.stdout
+    *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert row["policy/moved"] > 0.9
+
+
+# ------------ edited between start and resume ------------
+
+
+@pytest.mark.parametrize("edited", ["nothing", "mine.py", "tiny.py", "both", "before hashes"])
+def test_an_edit_between_two_starts_is_told(edited, tmp_path):
+    write(tmp_path)
+    assert run_there(tmp_path).returncode == 0
+    for name in ("mine.py", "tiny.py"):
+        if edited in (name, "both", "before hashes"):
+            with open(tmp_path / name, "a") as file:
+                file.write("\n# another line\n")
+    record = tmp_path / "runs/a/run.json"
+    if edited == "before hashes":
+        table = json.loads(record.read_text())
+        del table["starts"][0]["hashes"]["script"], table["starts"][0]["hashes"]["world"]
+        record.write_text(json.dumps(table))
+    resume = ["--run-name", "", "--resume", "runs/a", "--iterations"]
+    done = run_there(tmp_path, *resume, "2")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stdout.splitlines() if "was edited" in line]
+    expected = [name for name in ("mine.py", "tiny.py") if edited in (name, "both")]
+    assert [Path(line.split(": ")[2].split()[0]).name for line in told] == expected
+    assert all(line.startswith("warning: --resume runs/a: ") for line in told)
+    assert [row["iteration"] for row in rows_of(tmp_path / "runs/a/metrics.jsonl")] == [0, 1, 2]
+    again = run_there(tmp_path, *resume, "3")  # the edit was told already
+    assert again.returncode == 0 and "was edited" not in again.stdout
+    starts = json.loads(record.read_text())["starts"]
+    assert [len(start["hashes"]) for start in starts] == [3 if "before" in edited else 5, 5, 5]
+
+
+# ------------ a reader that leaves ------------
+
+
+def test_a_closed_output_is_no_reason_to_stop(tmp_path):
+    """`| head -1`: the run goes on, and ends well."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        write(tmp_path)
+        done = run_there(tmp_path, stdout=closed)
+    assert done.returncode == 0 and not done.stderr.strip()
+    assert len(rows_of(tmp_path / "runs/a/metrics.jsonl")) == 2
+
+
+def test_the_streams_are_those_of_before_afterwards():
+    seen = []
+
+    def main():
+        seen.append(sys.stdout)
+        print("a line")
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        ends_cleanly(main)()
+        assert sys.stdout is said and said.getvalue() == "a line\n" and seen[0] is not said
