@@ -26,7 +26,7 @@ from runtime.saving.checkpoints import (
     told_when_full,
 )
 from runtime.saving.files import append, to_json, write_json
-from runtime.saving.opening import open_run, peak_memory
+from runtime.saving.opening import open_run, peak_memory, refuse_other_ranks
 from runtime.view import report, stuck, terminal
 from runtime.vision.pictures import shows_pictures
 
@@ -64,6 +64,7 @@ class Run:
         self.told = set()  # why this run cannot learn, which it says once
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
+        refuse_other_ranks(self)
         if processes.rank() == 0:
             open_run(self)
         args.run_args.resume, self.path = processes.broadcast((args.run_args.resume, self.path))

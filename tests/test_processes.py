@@ -8,13 +8,16 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 from runtime.distributed import processes
+from runtime.flags import flags_of
+from runtime.saving import opening
 
 import divided
 import pytest
 import torch
-from conftest import ROOT, free_port, run_main, settings
+from conftest import ROOT, free_port, load, run_main, settings
 
 SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4
 --iterations 2 --seed 5"""
@@ -226,6 +229,39 @@ def test_processes_end_without_the_interpreters_end(tmp_path):
     program.write_text(ENDING)
     launch("torchrun", program, ROOT / "tests", cwd=tmp_path)
     assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
+
+
+@pytest.mark.parametrize("flag", flags_of(load("istar_sokoban").Args()))
+def test_a_process_with_another_flag_is_refused_by_all(flag, monkeypatch, tmp_path):
+    """In one line, of the first process, which names flag, process and both values."""
+    args = load("istar_sokoban").Args(model=str(ROOT / "models" / "tiny-sokoban"))
+    run = SimpleNamespace(args=args, env=object(), model_path=args.model, eval_tasks=[1, 2])
+    first = {**flags_of(args)}[flag]
+
+    def told(of_this_process):
+        (own,) = of_this_process
+        return [own, own, own | {f"--{flag.replace('_', '-')}": "another"}]
+
+    monkeypatch.setattr(processes, "gather", told)
+    for rank in (0, 1, 2):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        with pytest.raises(SystemExit) as stop:
+            opening.refuse_other_ranks(run)
+        name = f"--{flag.replace('_', '-')}"
+        line = f"process 2 was started otherwise than process 0: {name} another, not {first}"
+        assert stop.value.code == (1 if rank else line)
+
+
+@pytest.mark.parametrize("what", ("the panel", "the files of the model", "the source of the world"))
+def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch):
+    script = load("istar_sokoban")
+    args = script.Args(model=str(ROOT / "models" / "tiny-sokoban"))
+    run = SimpleNamespace(args=args, env=script.Sokoban(), model_path=args.model, eval_tasks=[1, 2])
+    monkeypatch.setattr(processes, "gather", lambda own: [*own, own[0] | {what: "another"}])
+    with pytest.raises(SystemExit, match=f"process 1 .* process 0: {what} is another"):
+        opening.refuse_other_ranks(run)
+    monkeypatch.setattr(processes, "gather", lambda own: own * 2)
+    opening.refuse_other_ranks(run)
 
 
 def test_another_number_of_processes_is_refused(tmp_path):

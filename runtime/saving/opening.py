@@ -13,6 +13,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 from runtime.checks import evaluation_tasks
+from runtime.distributed import processes
 from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in, told_when_full
 from runtime.saving.files import hash_file, hash_files, lock, read_json
@@ -34,6 +35,26 @@ TOLD = {  # hashes of run.json: what they are of
     "data": "the data",
     "panel": "the evaluation panel's tasks",
 }
+
+
+def refuse_other_ranks(run) -> None:
+    """Exit where the processes of a run were started with other flags, scripts, models or panels
+    than the first: they would train one policy on what is not the same."""
+    told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
+    files = sources_of(run.env)
+    told |= {f"the source of the {what}": hash_file(Path(files[what])) for what in files}
+    weights = sorted(Path(run.model_path).glob("*"))
+    told["the files of the model"] = [(file.name, file.stat().st_size) for file in weights]
+    told["the panel"] = run.eval_tasks
+    first, *others = processes.gather([told])
+    for rank, other in enumerate(others, 1):
+        differ = [name for name in first if other.get(name) != first[name]]
+        if differ and processes.rank():
+            sys.exit(1)  # the first process says it
+        flags = [f"{n} {other.get(n)}, not {first[n]}" for n in differ if n.startswith("--")]
+        if differ:
+            what = "; ".join(flags or [f"{name} is another" for name in differ])
+            sys.exit(f"process {rank} was started otherwise than process 0: {what}")
 
 
 def open_run(run) -> None:
