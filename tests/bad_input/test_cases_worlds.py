@@ -523,7 +523,7 @@ LONG = "observation = 'a word ' * 40\ndone = False"
 VARIED = "reward = 0.5 * (self.first % 2)"
 RUNS = {  # words: (the world's step, the script, pieces of the warning)
     "--temperature 0.01": (
-        "reward = 0.5 * ('down' in text[:20])",
+        "reward = 0.5 * ('push' in text)",
         "rloo_sokoban",
         "(train/dead_groups 1)",
     ),
