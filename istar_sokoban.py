@@ -68,9 +68,9 @@ class Args:
     alpha: float = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
     beta: float = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05).
     pair_margin: float = 0.0  # The outcomes of a pair differ by more than this (paper: 0).
-    prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
+    prm_learning_rate: float = 4e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter (paper: a full copy).
-    prm_steps: int = 4  # PRM steps per iteration, each on a past group (paper: 1, on all new ones).
+    prm_steps: int = 3  # PRM steps per iteration, each on a past group (paper: 1, on all new ones).
     prm_replay: int = 256  # Latest groups that the PRM learns from (paper: this iteration's).
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 

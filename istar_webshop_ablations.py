@@ -65,9 +65,9 @@ class Args:
 
     alpha: float = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
     beta: float = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05).
-    prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
+    prm_learning_rate: float = 4e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter; 0: a full copy (paper).
-    prm_steps: int = 4  # PRM steps per iteration (paper: 1).
+    prm_steps: int = 3  # PRM steps per iteration (paper: 1).
     prm_replay: int = field(default=256, metadata={"least": 0})
     """Latest groups that the PRM learns from; 0: this iteration's (paper)."""
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
