@@ -1,10 +1,13 @@
 """What a model writes is bad input too: 60,000 answers through each parser, and 24,000 through the
-rollout's layout."""
+rollout's layout. And so is what a world returns: runs of random worlds."""
 
 import asyncio
 import json
 import random
+import signal
+import sys
 from functools import cache
+from pathlib import Path
 
 import envs.sokoban
 import envs.sotopia
@@ -20,6 +23,9 @@ import pytest
 import torch
 from conftest import READY, default_model, environment, load
 from transformers import AutoConfig, AutoTokenizer
+
+sys.path.append(str(Path(__file__).parent / "bad_input"))
+from tiny_world import run_in
 
 COUNT = 60_000
 WORLDS = {
@@ -197,3 +203,118 @@ def test_rollout_takes_everything(script, history, tmp_path):
     assert len(lines) > 64 and lines.pop() == b""
     for line in lines:
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+# ------------ random worlds ------------
+
+
+def each_of(texts: str) -> list[str]:
+    return [text.strip() for text in texts.split(" | ")]
+
+
+WRONG = each_of("""None | b'on' | [] | {} | math.nan | -math.inf | 1e300 | 10**400 | np.zeros(3)
+    | torch.ones(2, 2) | object() | (1, 2) | lambda: 0 | np.datetime64('2020') | 3j | float
+    | torch.tensor([]) | {1: []} | SimpleNamespace(item=lambda: 1 / 0) | np.float32('nan')
+    | torch.tensor(math.inf) | 'x'""")
+RIGHT = {  # values that a field may have
+    "observation": """'on' | '' | np.str_('on') | 'a\\ud800b' | 'word ' * 99 | f'step {self.steps}'
+        | '\\x00\\u202e<|im_end|>\\x1b[2J' | ''.join(map(chr, range(1, 999)))""",
+    "reward": """0.25 | np.float32(0.1) | torch.tensor(0.2) | True | -1 | np.array([0.5]) | 1e9
+        | self.first % 2 | np.int8(self.first % 3) | torch.tensor([[self.first % 2]])
+        | random.random() | 1e-300""",
+    "done": """done | int(done) | np.bool_(done) | torch.tensor(done) | self.steps > 1 | False
+        | True""",
+    "info['valid']": "True | False | 1 | np.bool_(False) | torch.tensor(1) | self.steps % 2",
+    "info['success']": "done | int(done) | np.float64(1) | torch.tensor([True]) | False",
+    "info['score']": "0 | 1 | np.float16(0.3) | torch.tensor(0.7) | random.random() | -5",
+    "info['game_reward']": "0 | np.int64(7) | torch.tensor(0.5) | -2.5",
+    "info['progress']": "0 | 0.5 | np.float32(-1) | torch.tensor(self.steps) | True",
+    "info['anchor']": "self.steps | 'a' | (1, 'b') | frozenset('ab') | np.int64(3) | text",
+}
+RIGHT = {name: each_of(texts) for name, texts in RIGHT.items()}
+ERRORS = each_of("""OSError('it broke') | KeyError(7) | SystemExit | SystemExit(0) | StopIteration
+    | RecursionError | asyncio.CancelledError | MemoryError('its own') | TimeoutError
+    | StopAsyncIteration | ValueError('two\\nlines \\x1b[2J') | AssertionError
+    | ExceptionGroup('two', [OSError()]) | UnicodeError('\\ud800')""")
+PROMPTS = ["'go'", "f'task {task}'", "np.str_('go')", "'word ' * 20", "'\\ud800'", "''"]
+STATES = ["0", "'a'", "(1, 'b')", "np.int64(3)", "frozenset('ab')"]
+NUMBERS = ["7", "np.float32(0.5)", "torch.tensor(3)", "True", "1e-300"]
+TASKS = ["range(61, 199, 7)", "[70, 80, 90, 95]", "tuple(range(99, 60, -1))", "range(60, 300)"]
+WORDS = "--tasks-per-iteration 3 --group-size 3 --eval-tasks 6".split()
+PLAYED = ["rloo_sokoban", "istar_webshop", "gigpo_sokoban", "rloo_sotopia"]
+WAITING = """async def opening(self):
+    return self.prompt
+async def leave(self):
+    return np.float32(0.5), True, 0.5"""
+
+
+def random_world(rng: random.Random) -> dict[str, str]:
+    """Lines of the program in bad_input/tiny_world.py: mostly right values, some wrong ones and
+    exceptions at some steps of some episodes."""
+
+    def some() -> str:
+        of, step = rng.choice([1, 3, 9, 9, 9]), rng.randint(1, 3)
+        return f"self.first % {of} == {rng.randrange(of)} and self.steps == {step}"
+
+    def value(right: list[str]) -> str:
+        return rng.choice(WRONG if rng.random() < 0.005 else right)
+
+    step = [f"done = self.steps >= {rng.randint(1, 5)}"]
+    names = [name for name in RIGHT if "anchor" in name or rng.random() < 0.8]
+    step += [f"{name} = {value(RIGHT[name])}" for name in names]
+    if rng.random() < 0.15:
+        step.append(f"if {some()}: {rng.choice([*RIGHT])} = {rng.choice(WRONG)}")
+    if rng.random() < 0.4:
+        step.append(f"if {some()}: raise {rng.choice(ERRORS)}")
+    if rng.random() < 0.05:
+        step.append(f"if {some()}: return {rng.choice(WRONG)}")
+    if rng.random() < 0.2:
+        step.append("import time; time.sleep(random.random() / 200)")
+    begin = [f"self.prompt = {value(PROMPTS)}", f"self.anchor = {value(STATES)}"]
+    if rng.random() < 0.1:
+        begin.append(f"if self.first % 9 == {rng.randrange(9)}: raise {rng.choice(ERRORS)}")
+    world = ["def sides_of(self, tasks): return tasks"]
+    if rng.random() < 0.3:
+        world.append(f"def summary(self): return {{'own': {value(NUMBERS)}}}")
+    if rng.random() < 0.2:
+        world.append(f"train_tasks = {value(TASKS)}")
+    lines = {"world": world, "begin": begin, "step": step}
+    lines["more"] = WAITING.splitlines()
+    if rng.random() < 0.3:
+        lines["more"] += ["def close(self):", f"    if {some()}: raise {rng.choice(ERRORS)}"]
+    return {place: "\n".join(of) for place, of in lines.items()}
+
+
+FEW, MANY = 40, 200
+SEEDS = [*range(FEW), *(pytest.param(n, marks=pytest.mark.slow) for n in range(FEW, MANY))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_world_ends_well_or_in_a_line(seed, tmp_path):
+    """No traceback, no hang, and tables in which numbers are numbers."""
+    rng = random.Random(f"world {seed}")
+    lines, script = random_world(rng), rng.choice(PLAYED)
+    if rng.random() < (0.6 if script == "rloo_sotopia" else 0.1):
+        later = ["async def later(observation, reward, done, info):"]
+        later += [f"    {line}" for line in lines["step"].splitlines()]
+        later += ["    await asyncio.sleep(random.random() / 200)"]
+        later += ["    return observation, reward, done, info"]
+        lines["step"] = "\n".join([*later, "return later(observation, reward, done, info)"])
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(60)
+    try:
+        done = run_in(tmp_path, *WORDS, script=script, **lines)
+    finally:
+        signal.alarm(0)
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said and "never awaited" not in said
+    assert (done.returncode == 0) == (not done.stderr.strip()), done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 3 and "\x1b" not in said
+    for file in tmp_path.glob("runs/*/*.jsonl"):
+        for row in (json.loads(line, parse_constant=pytest.fail) for line in file.open()):
+            told = [value for name, value in row.items() if "/" in name]
+            told += [row.get("outcome"), row.get("score"), row.get("success")]
+            texts = ("observation", "action")
+            for step in row.get("steps", ()):
+                told += [value for name, value in step.items() if name not in texts]
+            assert all(isinstance(value, int | float | None) for value in told), row

@@ -52,6 +52,8 @@ class Episode:
         info = {"valid": True, "success": done, "score": 0.5}
         # STEP
         return observation, reward, done, info
+
+    # MORE
 """
 SMALL = """--engine hf --tasks-per-iteration 2 --group-size 2 --eval-tasks 2 --eval-samples 1
 --eval-every 9 --max-steps 4 --iterations 1 --seed 3 --run-name a""".split()
