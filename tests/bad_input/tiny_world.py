@@ -9,6 +9,8 @@ import subprocess
 import sys
 from unittest.mock import patch
 
+import runtime.view.report
+
 from conftest import ROOT
 
 WORLD = """
@@ -87,11 +89,13 @@ def write(home, script: str = "rloo_sokoban", **lines: str) -> None:
 
 
 def run_there(home, *words: str, stdout=None) -> subprocess.CompletedProcess:
-    """What mine.py says that is started there with these words, in this process."""
+    """What mine.py says that is started there with these words, in this process; without curve.png,
+    which takes half of the time."""
     command = [str(home / "mine.py"), *SMALL, *map(str, words)]
     said, warned, code = stdout or io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
-        with contextlib.chdir(home), patch.object(sys, "argv", command):
+        no_curve = patch.object(runtime.view.report, "draw_curve")
+        with contextlib.chdir(home), patch.object(sys, "argv", command), no_curve:
             try:
                 module_of(home / "tiny.py", "tiny")
                 module_of(home / "mine.py", "mine").main()
