@@ -43,13 +43,13 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
         played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
     faults = processes.gather(faults)
     run.faults += len(faults)
-    run.failed.update(task for task, _ in faults)
     if len(faults) > FAILED_SHARE * len(tasks):
         reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
     for task, reason in faults:
-        if run.failed[task] >= FAILURES:
-            sys.exit(f"stopped: task {task} failed {run.failed[task]} times ({reason})")
+        run.failed[task] += 1
+        if run.failed[task] == FAILURES:
+            sys.exit(f"stopped: task {task} failed {FAILURES} times ({reason})")
     if played := processes.gather(played):
         return played
     summary_of(env)  # which may say why
