@@ -68,9 +68,9 @@ class Args:
     alpha: float = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
     beta: float = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05).
     pair_margin: float = 0.0  # The outcomes of a pair differ by more than this (paper: 0).
-    prm_learning_rate: float = 4e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
+    prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter (paper: a full copy).
-    prm_steps: int = 3  # PRM steps per iteration, each on a past group (paper: 1, on all new ones).
+    prm_steps: int = 8  # PRM steps per iteration (paper: 1).
     prm_replay: int = 256  # Latest groups that the PRM learns from (paper: this iteration's).
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
@@ -262,8 +262,17 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
-    """A group of the replay for each of --prm-steps steps, whole: a step sees all its pairs."""
-    return random.sample(replay, min(args.prm_steps, len(replay)))
+    """Episodes for each of --prm-steps steps: the best and the worst of each of two groups of the
+    replay."""
+    groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
+    dealt = [groups[step :: args.prm_steps] for step in range(min(args.prm_steps, len(groups)))]
+    return [[t for group in part for t in best_and_worst(group)] for part in dealt]
+
+
+def best_and_worst(group: list[Trajectory]) -> list:
+    """Two episodes of a group; among equal outcomes chance decides."""
+    by_outcome = sorted(random.sample(group, len(group)), key=lambda t: t.outcome)
+    return [by_outcome[0], by_outcome[-1]]
 
 
 def skill(accuracies: list[float], window: int = 5) -> float:

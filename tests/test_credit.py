@@ -58,20 +58,35 @@ def group_of(task: int, outcomes) -> list[Trajectory]:
     return [Trajectory(task, outcome=outcome) for outcome in outcomes]
 
 
+@over_scripts("best_and_worst")
+def test_of_a_group_the_best_and_the_worst_are_drawn(module):
+    """Among equal outcomes by lot."""
+    group = group_of(1, (0.5, 0.0, 1.0, 0.5, 0.0, 1.0))
+    drawn = [module.best_and_worst(group) for _ in range(60)]
+    assert all([t.outcome for t in two] == [0.0, 1.0] for two in drawn)
+    assert len({id(t) for two in drawn for t in two}) == 4
+
+
 @over_scripts("draw")
-@pytest.mark.parametrize("steps, groups", [(1, 9), (4, 9), (4, 3), (2, 0)])
-def test_each_step_of_the_prm_gets_a_past_group_of_its_own(module, steps, groups):
-    """All its episodes, so all its pairs; the same of a seed, and each group in its turn."""
+@pytest.mark.parametrize(
+    "steps, groups, sizes",
+    [(1, 9, [2]), (3, 9, [2, 2, 2]), (8, 9, [2] + [1] * 7), (2, 3, [2, 1]), (2, 0, [])],
+)
+def test_what_is_drawn_is_dealt_to_the_prms_steps(module, steps, groups, sizes):
+    """Two groups each, two episodes of each group, none twice; the same of a seed."""
     args = SimpleNamespace(prm_steps=steps, prm_replay=99)
     replay = [group_of(task, (0.0, 1.0, 0.5, 0.5)) for task in range(groups)]
-    draws = []
+    seen, draws = set(), []
     for seed in [*range(40), 0]:
         random.seed(seed)
-        drawn = module.draw(replay, args)
-        assert all(any(part is group for group in replay) for part in drawn)
-        draws.append([part[0].task for part in drawn])
-        assert len({*draws[-1]}) == len(drawn) == min(steps, groups)
-    assert draws[0] == draws[-1] and {t for of in draws for t in of} == {*range(groups)}
+        dealt = module.draw(replay, args)
+        draws.append([[t.task for t in part] for part in dealt])
+        assert [len(part) // 2 for part in dealt] == sizes
+        assert all(part[::2] == part[1::2] for part in draws[-1])
+        tasks = [task for part in draws[-1] for task in part[::2]]
+        assert len({*tasks}) == len(tasks)
+        seen |= {*tasks}
+    assert draws[0] == draws[-1] and seen == {*range(groups)}
 
 
 def test_without_a_replay_each_step_has_all_new_episodes():
