@@ -131,6 +131,8 @@ CODE = f"{SCRIPTS} {RECORDER}"
 
 # ------------ Recording: episodes of exactly so many turns, with so many good outcomes ------------
 
+AGAIN = 10**9  # a task of the evaluation is this many after the same one of training
+
 
 def environment(name: str, turns: int):
     """(environment, its expert, probability of a random action in a hasty turn); an episode ends
@@ -369,7 +371,9 @@ def serve_script(spec: dict) -> None:
         state.plan, state.recorded, state.episodes = plan, json.loads(Path(plan).read_text()), None
         env = environment(state.recorded["environment"], state.recorded["turns"])[0]
         tasks = list(dict.fromkeys(e["task"] for e in state.recorded["episodes"]))
-        vars(replayed).update(name=env.name, reset=env.reset, train_tasks=tasks, eval_tasks=tasks)
+        vars(replayed).update(name=env.name, train_tasks=tasks)
+        replayed.reset = lambda task: env.reset(task % AGAIN)
+        replayed.eval_tasks = [task + AGAIN for task in tasks]  # no task may be in two sets
         state.args.tasks_per_iteration = len(tasks)
         state.args.group_size = state.recorded["group"]
 

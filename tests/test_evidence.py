@@ -157,7 +157,8 @@ def test_the_plan_is_what_was_promised():
         world = name.replace("-", "_")
         made = {path.name for path in ROOT.glob(f"*_{world}.py")}
         made = {script for script in made if evidence.world_and_algorithm(script)[0] == world}
-        made = {script for script in made if "_paper_" not in script}  # no run of these is planned
+        unplanned = ("istar_paper_", "g2po_", "gagpo_")
+        made = {script for script in made if not script.startswith(unplanned)}
         assert made == {command.split()[0] for command in studies[name].commands}
 
 

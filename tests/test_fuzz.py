@@ -240,7 +240,7 @@ PROMPTS = ["'go'", "f'task {task}'", "np.str_('go')", "'word ' * 20", "'\\ud800'
 STATES = ["0", "'a'", "(1, 'b')", "np.int64(3)", "frozenset('ab')"]
 NUMBERS = ["7", "np.float32(0.5)", "torch.tensor(3)", "True", "1e-300"]
 TASKS = ["range(61, 199, 7)", "[70, 80, 90, 95]", "tuple(range(99, 60, -1))", "range(60, 300)"]
-WORDS = "--tasks-per-iteration 3 --group-size 3 --eval-tasks 6".split()
+SMALL_RUN = "--tasks-per-iteration 3 --group-size 3 --eval-tasks 6".split()
 PLAYED = ["rloo_sokoban", "istar_webshop", "gigpo_sokoban", "rloo_sotopia"]
 WAITING = """async def opening(self):
     return self.prompt
@@ -303,7 +303,7 @@ def test_a_random_world_ends_well_or_in_a_line(seed, tmp_path):
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
     signal.alarm(60)
     try:
-        done = run_in(tmp_path, *WORDS, script=script, **lines)
+        done = run_in(tmp_path, *SMALL_RUN, script=script, **lines)
     finally:
         signal.alarm(0)
     said = done.stdout + done.stderr

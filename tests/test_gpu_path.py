@@ -233,7 +233,7 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
         run = Run.__new__(Run)
         run.args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
         run.path, run.starts, run.tokenizer = tmp_path, [{}], None
-        run.resume()
+        run.resume(SimpleNamespace(model=None, trained=[]))
         draw()  # the evaluation at the start
         for _ in run.iterations():
             draw()
