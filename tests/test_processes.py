@@ -243,6 +243,7 @@ def test_a_process_with_another_flag_is_refused_by_all(flag, monkeypatch, tmp_pa
         return [own, own, own | {f"--{flag.replace('_', '-')}": "another"}]
 
     monkeypatch.setattr(processes, "gather", told)
+    monkeypatch.setattr(processes, "count", lambda: 3)
     for rank in (0, 1, 2):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
         with pytest.raises(SystemExit) as stop:
@@ -257,6 +258,7 @@ def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch):
     script = load("istar_sokoban")
     args = script.Args(model=str(ROOT / "models" / "tiny-sokoban"))
     run = SimpleNamespace(args=args, env=script.Sokoban(), model_path=args.model, eval_tasks=[1, 2])
+    monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "gather", lambda own: [*own, own[0] | {what: "another"}])
     with pytest.raises(SystemExit, match=f"process 1 .* process 0: {what} is another"):
         opening.refuse_other_ranks(run)

@@ -40,6 +40,8 @@ TOLD = {  # hashes of run.json: what they are of
 def refuse_other_ranks(run) -> None:
     """Exit where the processes of a run were started with other flags, scripts, models or panels
     than the first: they would train one policy on what is not the same."""
+    if processes.count() == 1:
+        return
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
     files = sources_of(run.env)
     told |= {f"the source of the {what}": hash_file(Path(files[what])) for what in files}
@@ -87,10 +89,10 @@ def open_run(run) -> None:
         except DamagedError as error:
             sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
         refuse_other_flags(path, script, saved, starts, start, args)
-        now, then = start["hashes"], starts[-1]["hashes"]  # which older runs do not have
-        files = {file: then.get(what, now[what]) for what, file in sources_of(run.env).items()}
-        for file in (file for file, known in files.items() if known != hash_file(Path(file))):
-            terminal.warn(f"--resume {path}: {file} was edited since this run last started")
+        now, then = start["hashes"], starts[-1]["hashes"]
+        for what, file in sources_of(run.env).items():
+            if now[what] != then.get(what, now[what]):  # older runs have no hash of them
+                terminal.warn(f"--resume {path}: {file} was edited since this run last started")
     with told_when_full(path):
         made = [each for each in (path, path / "checkpoints") if not each.exists()]
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
