@@ -178,14 +178,14 @@ def stop_ids_of(model, tokenizer) -> list[int]:
     return sorted({end for end in (tokenizer.eos_token_id, *ends) if type(end) is int})
 
 
-def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat:
-    """The layout of a conversation; ModelError where no template can be used. Where nothing ends an
-    answer, the mark that the template has there does; that is said, and also where the template has
-    another end than the model."""
+def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=None) -> Chat:
+    """The layout of a conversation, in a run with its template_options; ModelError where no
+    template can be used. Where nothing ends an answer, the mark that the template has there does;
+    that is said, and also where the template has another end than the model."""
     if not tokenizer.chat_template:
         missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
         raise ModelError(f"{missing}: take an instruct model, or add one")
-    options = template_options(tokenizer)
+    options = template_options(run, tokenizer) if run else {}
 
     def stop(*_):
         raise TimeoutError("it took longer than 5 s")
@@ -221,14 +221,9 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None) -> Chat
     return chat
 
 
-def template_options(tokenizer) -> dict:
-    """What this process's run gives to the chat template: --chat-template-kwargs, and the date on
-    which the run began, which is the same when it is taken up later."""
-    from runtime.ending import current  # which imports this module
-
-    if not current:
-        return {}
-    (run,) = current
+def template_options(run, tokenizer) -> dict:
+    """What a run gives to the chat template: --chat-template-kwargs, and the date on which the run
+    began, which is the same when it is taken up later."""
     given = run.args.run_args.chat_template_kwargs
     options = json.loads(given or "{}")
     if unread := [name for name in options if name not in str(tokenizer.chat_template)]:

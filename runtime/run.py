@@ -89,7 +89,7 @@ class Run:
             trust, processor = run_args.trust_remote_code, getattr(model, "picture_processor", None)
             self.tokenizer = models.read_tokenizer(self.model_path, model, trust)
             stop_ids = models.stop_ids_of(model, self.tokenizer)
-            self.chat = models.read_chat(self.tokenizer, stop_ids, args.model, processor)
+            self.chat = models.read_chat(self.tokenizer, stop_ids, args.model, processor, self)
         except models.ModelError as error:
             refuse("model", args.model, str(error))
         self.engine_kind, given = run_args.engine, (self.model_path, self.chat.stop_ids, args)

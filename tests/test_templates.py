@@ -373,7 +373,7 @@ def test_the_date_is_that_of_the_runs_begin_and_stays(tmp_path):
 
     current[0].args.run_args.chat_template_kwargs = '{"shuot": true}'
     with pytest.raises(SystemExit) as stop:
-        read_chat(current[0].tokenizer, [], "model")
+        read_chat(current[0].tokenizer, [], "model", run=current[0])
     flag = '--chat-template-kwargs {"shuot": true}'
     assert stop.value.code == f"{flag}: --model's chat template reads no shuot"
 
