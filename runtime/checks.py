@@ -1,11 +1,9 @@
 """What cannot work, refused before anything is loaded: in one line that names the flag."""
 
 import os
-import sys
-from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 from urllib.parse import urlsplit
 
 from runtime.flags import flags_of, refuse
@@ -52,16 +50,6 @@ def check(args, env) -> tuple[str, Any]:
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
     check_writable("runs_dir", run_args.runs_dir)
     return check_model(args, env)
-
-
-def check_names(args_class) -> None:
-    """Exit with one line where two dataclasses of a script's flags have a flag of one name."""
-    parts, owners = [*filter(is_dataclass, get_type_hints(args_class).values())], {}
-    for part in (args_class, *reversed(parts)):  # the world's is the last
-        for name in (each.name for each in fields(part)):
-            if (owner := owners.setdefault(name, part)) is not part:
-                both = f"{owner.__name__} and {part.__name__} both have it"
-                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
 
 
 def evaluation_tasks(env, eval_set: str):

@@ -9,7 +9,6 @@ import sys
 import traceback
 from dataclasses import asdict, is_dataclass
 
-from runtime.checks import check_names
 from runtime.distributed import processes
 from runtime.engines import EngineError
 from runtime.flags import shown
@@ -31,8 +30,6 @@ def ends_cleanly(main):
     @functools.wraps(main)
     def guarded():
         current.clear()
-        if args_class := main.__globals__.get("Args"):
-            check_names(args_class)
         outputs = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = map(Output, outputs)
         before = signal.signal(signal.SIGTERM, raise_terminated)

@@ -140,10 +140,21 @@ def parse(args_class: type[T], description: str) -> T:
 
     Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
     --flag=False, and a list as --flag=['a', 'b']."""
+    check_names(args_class)
     flags, argv = kinds_of(args_class), sys.argv[1:]
     if not {"-h", "--help"} & {*argv}:
         argv = check_words(argv, flags)
     return tyro.cli(args_class, args=argv, description=description, registry=metavars(flags))
+
+
+def check_names(args_class) -> None:
+    """Exit with one line where two dataclasses of a script's flags have a flag of one name."""
+    parts, owners = [*filter(is_dataclass, get_type_hints(args_class).values())], {}
+    for part in (args_class, *reversed(parts)):  # the world's is the last
+        for name in (each.name for each in fields(part)):
+            if (owner := owners.setdefault(name, part)) is not part:
+                both = f"{owner.__name__} and {part.__name__} both have it"
+                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
 
 
 def kinds_of(args_class) -> dict[str, Flag]:
