@@ -41,7 +41,9 @@ from benchmarks import credit
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
 from runtime.ranges import NAME as LONGEST
 from runtime.saving.files import append, replace_file, rows_of, to_json
-from sweeps.run import Job, Runner, half_width
+from sweeps.file import Job
+from sweeps.results import half_width
+from sweeps.run import Runner
 
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
 PAGE = ROOT / "docs" / "results.md"

@@ -7,7 +7,7 @@ of a two-way random-effects model, in which the seeds are a sample of all seeds 
 tasks one of all tasks, with Satterthwaite's degrees of freedom and Student's t.
 """
 
-from sweeps.run import student
+from sweeps.results import student
 
 import numpy as np
 

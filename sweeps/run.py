@@ -51,7 +51,7 @@ from sweeps.file import (
     suggest,
     text_of,
 )
-from sweeps.results import half_width, key_of, picture, read_results, student, summary, table  # noqa: F401
+from sweeps.results import key_of, picture, read_results, summary, table
 
 PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 POLL = 0.1  # [s]
