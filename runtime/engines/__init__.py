@@ -50,8 +50,9 @@ class Request(NamedTuple):
 
 
 class Engine:
-    """What engines in this process share. asked: requests that work() has not taken yet; owed:
-    those it has begun to answer, by name."""
+    """What engines in this process share. Each has `await work()`, which does some of what was
+    asked and lets others have the loop. asked: requests that work() has not taken yet; owed: those
+    it has begun to answer, by name."""
 
     def __init__(self):
         self.restarts = 0
@@ -78,10 +79,6 @@ class Engine:
                 await self.work()
         finally:
             self.forget_requests()
-
-    async def work(self) -> None:
-        """Do some of what was asked, and let others have the loop."""
-        raise NotImplementedError
 
     def take(self) -> list[Request]:
         """What was asked since the last call, by those who still wait."""
