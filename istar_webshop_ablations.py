@@ -8,11 +8,11 @@ istar_webshop.py is the algorithm; `diff` it with this page to see what these fl
     --prm-lora-rank 0            The PRM is a full copy of the policy.
     --prm-replay 0               It learns from all pairs of this iteration alone.
     --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
-    --step-reward runs/A/policy  So does beta * (log pi_fin - log pi_init), of that finished run and
-                                 of --model (Progress Advantage, Oh et al., arXiv 2606.26080).
     --step-reward merged         One advantage of r_o + alpha * r_phi, every step a sample of its
                                  group, takes the place of A^E + alpha * A^S.
     --step-reward token          Each token has a reward, an advantage and a ratio.
+    --step-reward head           The PRM is explicit: a linear head at each answer's end, on the
+                                 initial model and an adapter (Razin et al., arXiv 2507.07981).
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
@@ -30,14 +30,15 @@ from envs.webshop import WebShop, WebShopArgs
 from runtime.data import Step, Trajectory, flatten, joined, micro_batches, sum_per_step
 from runtime.engines import SamplingParams
 from runtime.flags import Flat, RunArgs, parse
-from runtime.networks import Network, action_logprobs, batch_logprobs, sum_gradients
+from runtime.networks import Network, action_logprobs, batch_logprobs, over_batch, sum_gradients
 from runtime.run import Run, ends_cleanly, mean_of
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.nn.functional import logsigmoid
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
+from transformers import AutoModelForTokenClassification
 
 
 @dataclass
@@ -73,9 +74,8 @@ class Args:
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
     as_published: tuple[str, ...] = ()  # What is the paper's: skill, length, credit (see above).
-    step_reward: str = "implicit"
-    """A step's reward is the PRM's (implicit; merged and token: used in another way), the world's
-    own (ground-truth), or that of a finished run's policy (its directory)."""
+    step_reward: Literal["implicit", "merged", "token", "head", "ground-truth"] = "implicit"
+    """Where the reward of a step comes from, and how it is used (see above)."""
     normalise_over: Literal["group", "turn", "batch"] = "group"  # Steps that A^S compares.
     ratio: Literal["step", "step-mean", "token"] = "step"
     """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
@@ -143,8 +143,7 @@ def per_ratio(values: torch.Tensor, micro, ratio: str) -> torch.Tensor:
     sums = sum_per_step(values, micro)
     if ratio == "step":
         return sums
-    counts = torch.bincount(micro.token_step)  # [s]
-    return sums / counts.to(sums.device)
+    return sums / torch.bincount(micro.token_step).to(sums.device)
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
@@ -214,6 +213,27 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
     return beta * (prm_logprobs - old_logprobs)
 
 
+def reward_model(path: str, rank: int, **reading):
+    """The initial model with a linear head of weight 0 and a LoRA adapter, "prm", both of which
+    peft trains and saves."""
+    model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **reading)
+    for parameter in model.score.float().parameters():  # it trains: in float32
+        torch.nn.init.zeros_(parameter)
+    adapter = lora(rank)
+    adapter.exclude_modules, adapter.task_type = ["score"], "TOKEN_CLS"
+    return get_peft_model(model, adapter, adapter_name="prm")
+
+
+def head_rewards(prm: Network, batch, args, graph=False) -> torch.Tensor:
+    """r_phi of every step, [S]: the head's where the last token of its answer is predicted."""
+
+    def values(prm, micro, args):  # [k]
+        return prm.at_actions(micro, args, lambda hidden, _: prm.plain.score(hidden)[:, 0].float())
+
+    last = torch.bincount(batch.token_step).cumsum(0) - 1  # [S]
+    return over_batch(values, prm, batch, args, graph=graph)[last]
+
+
 def margins(rewards, step_traj, pairs: list, all_steps: bool) -> torch.Tensor:
     """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both: a
     failure runs to the step limit, and length alone would decide. all_steps: over all of both."""
@@ -233,15 +253,15 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 
 
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
-    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes; statistics.
-
-    The loss depends on the PRM through S numbers, so its gradient takes the memory of one
-    micro-batch: d loss / d log pi_phi(a_t|o_1:t) * gradient of this log-probability, summed."""
+    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group)
-    log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
-    log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
-    rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
+    if hasattr(prm.plain, "score"):  # --step-reward head
+        rewards = head_rewards(prm, batch, args, graph=True)  # [S]
+    else:
+        log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
+        log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
+        rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
 
     margin = margins(rewards, batch.step_traj, pairs, "length" in args.as_published)  # [P]
     loss = dpo_loss(margin) + args.prm_ridge * rewards.square().mean()
@@ -304,9 +324,10 @@ def compared_with(batch, over: str) -> torch.Tensor:
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     per_token = args.step_reward == "token"
-    finished_run = args.step_reward not in ("implicit", "merged", "token", "ground-truth")
     if unknown := set(args.as_published) - {"skill", "length", "credit"}:
         sys.exit(f"--as-published {sorted(unknown)[0]}: has to be skill, length or credit")
+    if args.step_reward == "head" and not args.prm_lora_rank:
+        sys.exit("--prm-lora-rank 0: with --step-reward head it is at least 1")
     if per_token and (args.ratio != "token" or args.normalise_over != "group"):
         sys.exit("--step-reward token: each token has an advantage, so --ratio token and no turns")
     env = WebShop.from_args(args)
@@ -317,14 +338,14 @@ def main():
     policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
-    if args.prm_lora_rank:
+    if args.step_reward == "head":
+        model = reward_model(run.model_path, args.prm_lora_rank, **run.reading)
+        prm = Network("prm", model.to(run.device))
+    elif args.prm_lora_rank:
         prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # as the policy: r_phi = 0
     else:
         prm = policy.copy("prm")
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
-    if finished_run:
-        finished = run.load_frozen("step_reward")
-        initial = policy.initial()
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
 
@@ -360,13 +381,13 @@ def main():
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         units = by_token(batch) if per_token else batch  # U = K tokens, or S steps, have a reward
         log_old = sum_per_step(old_logprobs, units)  # [U]
-        scorer = finished if finished_run else prm
-        log_phi = sum_per_step(batch_logprobs(scorer, batch, args), units)  # [U] before it learns
-        if finished_run:
-            log_old = sum_per_step(batch_logprobs(initial, batch, args), units)  # [U]
-        rewards = step_rewards(log_phi, log_old, args.beta)  # [U]
         if args.step_reward == "ground-truth":
             rewards = torch.tensor([step.game_reward for t in episodes for step in t.steps])  # [S]
+        elif args.step_reward == "head":
+            rewards = head_rewards(prm, batch, args)  # [S]
+        else:
+            log_phi = sum_per_step(batch_logprobs(prm, batch, args), units)  # [U] before it learns
+            rewards = step_rewards(log_phi, log_old, args.beta)  # [U]
 
         pairs = preference_pairs(batch.outcomes, batch.group)
         run.log("prm", {"pairs": len(pairs), "pair_accuracy": None})
@@ -379,7 +400,7 @@ def main():
         winners = {episodes[winner].task for winner, _ in pairs}
         replay += [[t for t in episodes if t.task == task] for task in sorted(winners)]
         del replay[: max(0, len(replay) - (args.prm_replay or len(winners)))]
-        if not finished_run and args.step_reward != "ground-truth":
+        if args.step_reward != "ground-truth":
             learnt = [prm_update(prm, policy, part, args) for part in draw(replay, args)]
             run.log("prm", mean_of(learnt))
         run.lap("prm")
@@ -395,9 +416,7 @@ def main():
         step_adv = torch.zeros_like(rewards)  # [U]
         step_adv[credited] = step_advantages(rewards[credited], compared[credited])
 
-        trust = skill(accuracies)
-        if "skill" in args.as_published:
-            trust = 1.0
+        trust = 1.0 if "skill" in args.as_published else skill(accuracies)
         weighted = args.alpha * trust * step_adv  # [U]
         advantages = episode_adv + weighted - args.invalid_penalty * invalid  # [U]
         if args.step_reward == "merged":

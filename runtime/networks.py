@@ -4,6 +4,7 @@ import copy
 import math
 import sys
 from functools import partial
+from itertools import chain, islice
 
 from runtime.data import micro_batches
 from runtime.distributed import fsdp, processes
@@ -198,52 +199,47 @@ def action_logprobs(network: Network, micro, args) -> torch.Tensor:
     return network.at_actions(micro, args, logprobs)
 
 
-@torch.no_grad()
-def over_batch(function, network: Network, batch, args, only=None) -> torch.Tensor:
+def over_batch(function, network: Network, batch, args, only=None, graph=False) -> torch.Tensor:
     """function(network, micro-batch, args) [k] of the whole batch, [K] on the CPU; 0 for sequences
-    of which no step is in only [S]."""
-    values = torch.zeros(len(batch.token_step))
-    for micro in micro_batches(batch, args, only, f"forward passes, {network.name}"):
-        values[micro.tokens] = function(network, micro, args).cpu()
-    return processes.total(values)
-
-
-def batch_logprobs(network: Network, batch, args, only=None, graph=False) -> torch.Tensor:
-    """action_logprobs of the whole batch, [K] on the CPU; 0 for sequences of which no step is in
-    only [S].
+    of which no step is in only [S].
 
     graph: their backward pass adds to the gradients of the network. It keeps the graph of a single
     micro-batch; where there are more, it computes each again, in the memory of one."""
-    if graph:
-        start = torch.ones((), requires_grad=True)  # autograd differentiates what depends on one
-        return Differentiable.apply(start, network, batch, args)
-    return over_batch(action_logprobs, network, batch, args, only)
+    start = torch.ones((), requires_grad=graph)  # autograd differentiates what depends on one
+    return OverBatch.apply(start, function, network, batch, args, only)
 
 
-class Differentiable(torch.autograd.Function):
-    """batch_logprobs with a graph."""
+def batch_logprobs(network: Network, batch, args, only=None, graph=False) -> torch.Tensor:
+    """action_logprobs of the whole batch, [K]; only and graph as over_batch has them."""
+    return over_batch(action_logprobs, network, batch, args, only, graph)
+
+
+class OverBatch(torch.autograd.Function):
+    """over_batch as autograd knows it."""
 
     @staticmethod
-    def forward(context, start, network, batch, args):
-        micros = list(micro_batches(batch, args, label=f"forward passes, {network.name}"))
+    def forward(context, start, function, network, batch, args, only):
+        micros = micro_batches(batch, args, only, f"forward passes, {network.name}")
+        first = [*islice(micros, 2)]
+        keeps = start.requires_grad and len(first) == 1
         values = torch.zeros(len(batch.token_step))
-        for micro in micros:
-            with torch.set_grad_enabled(len(micros) == 1):
-                logprobs = action_logprobs(network, micro, args)
-            values[micro.tokens] = logprobs.detach().cpu()
-        context.again = network, batch, args
-        context.kept = [(micro, logprobs)] if len(micros) == 1 else None
+        for micro in chain(first, micros):
+            with torch.set_grad_enabled(keeps):
+                of_micro = function(network, micro, args)
+            values[micro.tokens] = of_micro.detach().cpu()
+        context.again = function, network, batch, args, only
+        context.kept = [(micro, of_micro)] if keeps else None
         return processes.total(values)
 
     @staticmethod
-    def backward(context, slope):  # [K] of the loss by each log-probability
-        network, batch, args = context.again
-        again = ((m, action_logprobs(network, m, args)) for m in micro_batches(batch, args))
+    def backward(context, slope):  # [K] of the loss by each value
+        function, network, batch, args, only = context.again
+        again = ((m, function(network, m, args)) for m in micro_batches(batch, args, only))
         with torch.enable_grad():
-            for micro, logprobs in context.kept or again:
-                logprobs.backward(slope[micro.tokens].to(logprobs.device))
+            for micro, of_micro in context.kept or again:
+                of_micro.backward(slope[micro.tokens].to(of_micro.device))
         context.kept = None
-        return None, None, None, None
+        return (None,) * 6
 
 
 def sum_gradients(network: Network) -> None:

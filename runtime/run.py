@@ -2,7 +2,6 @@
 files). Nothing here changes what is learnt.
 """
 
-import os
 import random
 import sys
 import time
@@ -17,7 +16,7 @@ from runtime.ending import current, ends_cleanly
 from runtime.engines import EngineError
 from runtime.flags import flags_of, refuse
 from runtime.memory import tell_if_too_much
-from runtime.networks import Network, add_adapter, plain, recompute_layers
+from runtime.networks import Network, add_adapter, recompute_layers
 from runtime.rollout import rollout
 from runtime.saving.checkpoints import (
     export_policy,
@@ -124,35 +123,19 @@ class Run:
         self.policy_model = model if fsdp.wanted() else model.to(self.device)
         return self.policy_model, self.engine, self.chat
 
-    def read_model(self, whole: bool, flag: str = "model"):
-        """The causal language model that a flag names. Weights that train as a whole are float32
-        always, frozen ones have the precision of --dtype."""
+    def read_model(self, whole: bool):
+        """The causal language model of --model. Weights that train as a whole are float32 always,
+        frozen ones have the precision of --dtype."""
         reading = self.reading | ({"dtype": torch.float32} if whole else {})
-        given = getattr(self.args, flag)
-        path = self.model_path if flag == "model" else given
         try:
-            if flag != "model":  # whose files were looked at before anything else
-                models.check_directory(Path(path))
             if not shows_pictures(self.env):
-                return models.read_causal_model(path, **reading)
-            model = models.read_seeing_model(path, given, reading)
+                return models.read_causal_model(self.model_path, **reading)
+            model = models.read_seeing_model(self.model_path, self.args.model, reading)
         except models.ModelError as error:
-            refuse(flag, given, str(error))
+            refuse("model", self.args.model, str(error))
         if self.args.world.freeze_vision:
             model.base_model.visual.requires_grad_(False)
         return model
-
-    def load_frozen(self, flag: str) -> Network:
-        """The model in the directory that a flag names, as a network that is asked and never
-        trained. Exits where there is none, or none with the policy's tokens."""
-        given = getattr(self.args, flag)
-        if not os.path.isdir(given):
-            refuse(flag, given, "this is neither a value that --help names nor a directory")
-        model = self.read_model(whole=False, flag=flag).to(self.device).requires_grad_(False)
-        ours, theirs = (m.config.vocab_size for m in (plain(self.policy_model), model))
-        if ours != theirs:
-            refuse(flag, given, f"a vocabulary of {theirs} tokens, and --model has {ours}")
-        return Network(flag, model)
 
     def resume(self, *networks: Network, **lists: list) -> None:
         """Say what the run is, divide what FSDP shards, and take up the last checkpoint if there is

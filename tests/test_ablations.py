@@ -2,6 +2,7 @@
 without their flags it is istar_webshop.py."""
 
 import json
+import math
 from dataclasses import fields
 
 from runtime.data import flatten, sum_per_step
@@ -11,10 +12,8 @@ import pytest
 import torch
 from conftest import (
     TRAINERS,
-    default_model,
     load,
     random_trajectories,
-    read_model,
     run_main,
 )
 from test_math import mean, numpy_rloo, std, versions
@@ -115,35 +114,19 @@ def test_ground_truth_is_the_worlds_own_reward(home, published):
     is_ranked_by_the_reward_in_use(home, name)
 
 
-def test_progress_is_how_far_a_finished_run_prefers_a_step(home, monkeypatch):
-    """beta * (log pi_fin - log pi_init), of the weights that lie on the disk."""
-    played(home, "finished", script="rloo_webshop")
-    seen, module = [], load(SCRIPT)
-    flattened = module.flatten
-
-    def flatten(trajectories):
-        seen.append(flattened(trajectories))
-        return seen[-1]
-
-    monkeypatch.setattr(module, "flatten", flatten)
-    path, flags = "runs/finished/policy", ["--beta", "0.5", "--temperature", "1.3"]
-    table, episodes = played(home, "progress", "--step-reward", path, *SKILL, *flags)
-    batch = seen[-1]
-    logprobs = [torch.zeros(len(batch.token_step)) for _ in range(2)]
-    for of_tokens, where in zip(logprobs, (home / path, default_model(SCRIPT))):
-        model = read_model(where)
-        for sequence in batch.sequences:
-            with torch.no_grad():
-                logits = model(sequence.ids[None]).logits[0, :-1] / 1.3
-            of_ids = logits.log_softmax(-1).gather(1, sequence.ids[1:, None])[:, 0]
-            of_tokens[sequence.tokens] = of_ids[sequence.is_action[1:]]
-    expected = 0.5 * sum_per_step(logprobs[0] - logprobs[1], batch)
-    rewards = [step["implicit_reward"] for e in episodes for step in e["steps"]]
-    np.testing.assert_allclose(rewards, expected.numpy(), atol=1e-4)
-    assert expected.abs().max() > 1e-2
+def test_an_explicit_prm_learns_and_goes_on_where_it_stopped(home):
+    """With weight 0 its head takes all steps for equal; then it ranks pairs, and gives credit."""
+    flags = ["--step-reward", "head", *SKILL, "--prm-steps", 1]
+    table, episodes = played(home, "head", *flags)
+    assert table[1]["prm/loss"] == pytest.approx(math.log(2))
+    assert table[1]["prm/pair_accuracy"] == 0.5 != table[2]["prm/pair_accuracy"]
     assert any(any(values) for values in steps_of(episodes, "step_advantage").values())
-    assert all(row.get("prm/loss") is None for row in table)  # no PRM learns
-    is_ranked_by_the_reward_in_use(home, "progress")
+    is_ranked_by_the_reward_in_use(home, "head")
+    played(home, "half", *flags, "--iterations", 1)
+    played(home, "half", *flags, "--resume", "runs/half")
+    files = [home / "runs" / name / "prm/adapter_model.safetensors" for name in ("head", "half")]
+    assert same_tensors(*files) == []
+    assert without_times(table[2]) == without_times(rows(home / "runs/half")[2])
 
 
 @pytest.mark.parametrize("over", ("turn", "batch"))
@@ -264,23 +247,9 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     token = ["--step-reward", "token"]
     assert "--step-reward token: " in said(*token) and "--ratio token" in said(*token)
     assert said(*token, "--ratio", "token", "--normalise-over", "turn") == said(*token)
+    head = ["--step-reward", "head", "--prm-lora-rank", "0"]
+    assert said(*head).startswith("--prm-lora-rank 0: ")
     assert said("--as-published", "skill", "lenght").startswith("--as-published lenght: ")
-
-
-def test_what_is_no_policy_to_compare_with_is_refused(tmp_path):
-    def said(path):
-        flags = ["--step-reward", path, "--engine", "hf"]
-        done = run_main(SCRIPT, *small(SCRIPT), *flags, cwd=tmp_path, check=False)
-        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert done.stderr.startswith(f"--step-reward {path}: ")
-        return done.stderr
-
-    for path in (tmp_path / "nothing", "ground_truth"):
-        assert "neither a value that --help names nor a directory" in said(path)
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "an adapter alone" in said(tmp_path / "adapter")
-    assert "a vocabulary of" in said(default_model("istar_sokoban"))
 
 
 @pytest.mark.parametrize("script", TRAINERS)

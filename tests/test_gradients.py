@@ -763,6 +763,32 @@ def test_critic_gradient_equals_autograd_for_any_micro_batch(script, gae, rank, 
         assert stats["grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
 
 
+@history((False, True))
+def test_the_gradient_of_a_head_equals_autograd_for_any_micro_batch(history, tmp_path):
+    """An explicit PRM: DPO and ridge on the head's values where each answer's last token is
+    predicted, in one graph."""
+    module, policy = load("istar_webshop_ablations"), network(random_model(0))
+    random_model(0).save_pretrained(tmp_path)
+    prm = captured(moved(Network("prm", module.reward_model(str(tmp_path), 4)), scale=0.3))
+    trajectories, args = random_trajectories(history=history), settings(prm_ridge=0.1)
+    batch = flatten(trajectories)
+    rewards = [[step[-1] for step in steps] for steps in plain_values(prm.model, trajectories)]
+    ours = module.head_rewards(prm, batch, args)
+    assert (ours - torch.tensor([r for of_each in rewards for r in of_each])).abs().max() < 1e-5
+    losses = []
+    for won, lost in module.preference_pairs(batch.outcomes, batch.group):
+        both = min(len(rewards[won]), len(rewards[lost]))
+        margin = sum(rewards[won][:both]) - sum(rewards[lost][:both])
+        losses.append(torch.log1p(torch.exp(-margin)))
+    squares = [reward**2 for of_each in rewards for reward in of_each]
+    loss = sum(losses) / len(losses) + 0.1 * sum(squares) / len(squares)
+    expected = gradient_of(loss, prm)
+    for args.run_args.micro_batch_tokens in BUDGETS:
+        stats = module.prm_update(prm, policy, trajectories, args)
+        assert_same(prm.optimizer.gradient, expected)
+        assert stats["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
 @with_names("critic_update")
 def test_critic_learns_returns_and_is_saved_whole(script, critic_of, tmp_path):
     """It fits what it is told; what a run saves of it, peft's adapter with the head, computes the
