@@ -44,8 +44,8 @@ SCRIPTS = {"truth": "istar_webshop", "ablations": "istar_webshop_ablations"}  # 
 OWN = {  # flags of a row
     "truth": "--prm-lora-rank 1 --prm-steps 0",
 }
-# The same for every row. The rate is small on purpose (docs/results.md); it was chosen while panel
-# runs of seed 1 were looked at.
+# The same for every row. The rate is small on purpose (docs/results/crossings.md); it was chosen
+# while panel runs of seed 1 were looked at.
 FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
 --max-context-tokens 512 --tasks-per-iteration 4 --iterations 60 --learning-rate 1.5e-4
 --lr-halving inf --eval-every 20 --eval-tasks 256 --eval-samples 1

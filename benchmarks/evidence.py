@@ -1,8 +1,8 @@
-"""Every algorithm on every world, over seeds: the runs, and what docs/results.md tells of them.
+"""Every algorithm on every world, over seeds: the runs, and what docs/results/ says of them.
 
     python benchmarks/evidence.py --plan                    what is to be run, and the machine time
     python benchmarks/evidence.py sokoban webshop --jobs 2  what is left of the runs of two studies
-    python benchmarks/evidence.py --table                   tables and pictures of the stored rows
+    python benchmarks/evidence.py --table                   pages, tables and pictures of the rows
 
 A study is a list of commands, each run with every seed; STUDIES has them. A run has one core, and
 `--jobs` go side by side, by the runner of sweeps/run.py: killed and started again, it repeats no
@@ -12,11 +12,11 @@ Two of these commands can go beside each other if each has an --out of its own.
 
 A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
 evaluations, and the score of each task of the panel before and after training. A study whose flags
-the scripts no longer have names the commit that has them; its rows stay, and it is not run. --table
-makes all else of these rows: the sections of docs/results.md between marks, and a picture of each
-study. The tables and pictures of Crossings are made with them, from the rows of
-benchmarks/credit.py. Scores are success, in SOTOPIA the goal score (0 to 10), by the last
-evaluation.
+the scripts no longer have names the commit that has them; its rows stay, and it is not run.
+
+--table makes all else of these rows and of those of benchmarks/credit.py: what stands between marks
+on the pages of docs/results/, and under benchmarks/results/ the plan, all tables of each study and
+its picture. Scores are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
 """
 
 import argparse
@@ -46,9 +46,8 @@ from sweeps.results import half_width
 from sweeps.run import Runner
 
 ROWS = ROOT / "benchmarks" / "results" / "evidence.jsonl"
-PAGE = ROOT / "docs" / "results.md"
-MOST = 12  # commands of a study whose curves are drawn, and of which every two are compared
-UNFOLDED = 6  # lines of a comparison that the page shows without a click
+PAGES = ROOT / "docs" / "results"
+STORED = "../../benchmarks/results"  # as the pages link it
 SECTION = re.compile(r"(<!-- evidence: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Stored with an evaluation: the mean over the iterations since the one before.
 LOGGED = {
@@ -56,18 +55,13 @@ LOGGED = {
     "prm/credit_share": "credit share of A^E",
     "critic/explained_variance": "variance that the critic explains",
 }
-# Tables of benchmarks/credit.py on the page: how the titles of their columns begin (none: all).
-SHORT_TABLE = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs"
-CROSSINGS = {
-    "credit": (),
-    "credit-minutes": ("row", "seeds", "success at", "by minute", "seconds"),
-    "credit-alpha-beta": ("row", "seeds", "success at 60", "more than", "A^S", "fresh"),
-    "credit-rates": ("row", "seeds", "success at", "more than", "A^S", "fresh pairs"),
-    "credit-tuning": SHORT_TABLE[:3] + ("A^S", "fresh pairs"),
-    "credit-ablation": SHORT_TABLE,
-    "credit-trials": SHORT_TABLE + ("of the way", "seconds"),
-    "credit-normalisation": SHORT_TABLE,
-    "credit-progress": ("row", "seeds", "success at", "more than", "of the way", "A^S"),
+# Tables of benchmarks/credit.py, and how the titles of those columns begin that the pages show.
+CREDIT = "alpha-beta rates tuning ablation trials normalisation"
+COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
+CROSSINGS = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
+    "credit": COLUMNS + ("of the way", "by minute"),
+    "credit-minutes": COLUMNS + ("success at", "by minute"),
+    "credit-progress": COLUMNS + ("success at", "of the way"),
 }
 TRUE_CREDIT = ["run", "tasks", "pairs ranked right", "by centred rewards", "A^E", "A^S"]
 TRUE_CREDIT += ["A^S centred", "A = A^E + alpha A^S", "A less A^E", "alpha", "best alpha"]
@@ -78,7 +72,8 @@ OF_A_RUN = ("seed", "resume", "run_name", "runs_dir", "override", "track", "quie
 
 
 class Study(NamedTuple):
-    """Commands (a script and its flags), each of them run with every seed."""
+    """Commands (a script and its flags), each of them run with every seed; the pages compare each
+    with the first."""
 
     commands: list[str]
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -133,7 +128,7 @@ RATIOS = [command + ratio for command in every("rloo grpo", "webshop", SHORT) fo
 RATIOS += [f"istar_webshop.py{SHORT}{ratio}" for ratio in BY_TOKEN]
 ON_PICTURES = every(ON_VISUAL, "visual_sokoban", " --iterations 30")
 ON_PICTURES += [ON_PICTURES[-1] + TWO]
-SMOLLM2 = " --model runs/smollm2-sokoban"  # SmolLM2-135M-Instruct; docs/results.md has its command
+SMOLLM2 = " --model runs/smollm2-sokoban"  # docs/results/pretrained.md has its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
 PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 STUDIES = {
@@ -158,18 +153,22 @@ STUDIES = {
     ),
     "long-webshop": Study(every("rloo istar", "webshop", LONG), (1, 2, 3), level=0.7),
     "prm-sokoban": Study(
-        [f"istar_sokoban.py{MIDDLE}{x}" for x in ("", WITHOUT, ALPHA_1, TWO, ALPHA_1 + TWO)]
+        [f"istar_sokoban.py{MIDDLE}{x}" for x in (WITHOUT, "", ALPHA_1, TWO, ALPHA_1 + TWO)]
     ),
-    "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in ("", WITHOUT, TWO)]),
+    "prm-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in (WITHOUT, "", TWO)]),
     "prm-sotopia": Study(
-        [f"istar_sotopia.py{MIDDLE}{x}" for x in ("", WITHOUT, " --pair-margin 0.1")]
+        [f"istar_sotopia.py{MIDDLE}{x}" for x in (WITHOUT, "", " --pair-margin 0.1")]
     ),
     "alpha-beta-webshop": Study([f"istar_webshop.py{SHORT}{x}" for x in GRID], (1, 2, 3)),
     "ratios-webshop": Study(RATIOS, commit="e16dea9"),
 }
-# Minutes of 80 iterations on one core, where no run has told yet: of iStar, of the others
-EXPECTED = {"sokoban": (10, 9), "webshop": (28, 17), "sotopia": (8, 5), "visual_sokoban": (50, 35)}
-EXPECTED_SMOLLM2 = (400, 190)
+# The studies that have every algorithm of a world, and the world's name.
+WORLDS = {
+    "sokoban": "Sokoban",
+    "visual-sokoban": "VisualSokoban",
+    "webshop": "WebShop",
+    "sotopia": "SOTOPIA's stand-in (goal, 0 to 10)",
+}
 # Passes over all tokens of an iteration, (without, with) a gradient; those of every algorithm: one
 # that samples, one for log pi_old, one of the update. Sequences that are left out are counted too.
 PASSES = {"istar": (4, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
@@ -178,7 +177,7 @@ PASSES = {"istar": (4, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
 def world_and_algorithm(command: str) -> tuple[str, str]:
     """("sokoban", "rloo") of "rloo_sokoban.py --clip 0.1"."""
     script = Path(command.split(".py")[0]).name
-    world = next(world for world in sorted(EXPECTED, key=len)[::-1] if script.endswith(world))
+    world = next(world for world in ("visual_sokoban", *WORLDS) if script.endswith(world))
     return world, script.removesuffix(f"_{world}")
 
 
@@ -331,10 +330,6 @@ class Runs(NamedTuple):
     rows: list[dict]
     label: str
 
-    @property
-    def seeds(self) -> int:
-        return len(self.rows)
-
     def panel(self, when: str) -> list[list[float]]:
         """Scores [S, T] "before" or "after", of the tasks that all runs have at both times."""
         tasks = set.intersection(
@@ -350,6 +345,11 @@ class Runs(NamedTuple):
         """What each run's evaluations have of a key of LOGGED, [S] of as many as have it."""
         return [[e[key] for e in row["evaluations"] if key in e] for row in self.rows]
 
+    def later(self, key: str) -> list[float]:
+        """The mean of what each run logged behind its first evaluation; [] where one has none."""
+        curves = self.logged(key)
+        return [statistics.mean(curve[1:]) for curve in curves] if min(map(len, curves)) > 1 else []
+
     def areas(self) -> list[float]:
         """The mean height of each run's curve over its iterations, [S]."""
         return [area(row["evaluations"]) for row in self.rows]
@@ -359,17 +359,27 @@ class Runs(NamedTuple):
         pairs = zip(self.panel("after"), self.panel("before"))
         return [[after - before for after, before in zip(*pair)] for pair in pairs]
 
+    def less(self, other: "Runs") -> tuple[float, float | None]:
+        """(mean, half of its interval) of the last scores less another's, seed by seed and task by
+        task; (nan, None) where they share no seed."""
+        ours, theirs = ({row["seed"]: row["after"] for row in runs.rows} for runs in (self, other))
+        gaps = []
+        for seed in sorted(ours.keys() & theirs.keys()):
+            tasks = sorted(ours[seed].keys() & theirs[seed].keys())
+            gaps.append([ours[seed][task] - theirs[seed][task] for task in tasks])
+        return estimate(gaps) if gaps else (math.nan, None)
+
+    def seconds(self) -> float:
+        """Of training an iteration, in the mean of the runs."""
+        ends = [row["evaluations"][-1] for row in self.rows]
+        return statistics.mean(60 * end["minutes"] / end["iteration"] for end in ends)
+
 
 def area(evaluations: list[dict]) -> float:
     """The area under a curve over its width, by trapezoids."""
     steps = zip(evaluations, evaluations[1:])
     parts = [(b["iteration"] - a["iteration"]) * (a["score"] + b["score"]) / 2 for a, b in steps]
     return sum(parts) / evaluations[-1]["iteration"]
-
-
-def reached(row: dict, level: float) -> dict | None:
-    """The first evaluation of a run at which its score was at least this."""
-    return next((e for e in row["evaluations"] if e["score"] >= level), None)
 
 
 def cost(row: dict, evaluation: dict) -> dict[str, float]:
@@ -416,12 +426,10 @@ def table(titles: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def between(mean: float, half: float | None, digits: int = 3) -> str:
+def between(mean: float, half: float | None) -> str:
     """A mean with its interval; of one run alone the mean."""
-    told = f"{mean:.{digits}f}"
-    if half is None:
-        return told
-    return f"{told} ({mean - half:.{digits}f} to {mean + half:.{digits}f})"
+    span = "" if half is None else f" ({mean - half:.3f} to {mean + half:.3f})"
+    return f"{mean:.3f}{span}"
 
 
 def estimate(scores: list[list[float]]) -> tuple[float, float | None]:
@@ -435,82 +443,105 @@ def over_tasks(scores: list[list[float]]) -> str:
     return between(*estimate(scores))
 
 
-def final_table(found: list[Runs]) -> str:
-    """What each command reached. Memory and the least share of valid answers in an iteration, from
-    one seed to another, are told where every row has them, which older ones do not."""
-    rows, lines = [row for runs in found for row in runs.rows], []
-    memory = all(row.get("memory_gib") for row in rows)
-    valid = all("valid" in row for row in rows)
+def short_table(found: list[Runs], rows: list[dict]) -> str:
+    """What a page shows of a study: each command beside the first, and its seconds beside RLOO's;
+    what PRM and critic knew, where a command has one."""
+    first, (world, _) = found[0], world_and_algorithm(found[0].command)
+    others = [] if "rloo_" in first.label else runs_of(STUDIES[world.replace("_", "-")], rows)
+    rloo = (others or found)[0]
+    known = [key for key in LOGGED if any(runs.later(key) for runs in found)]
+    lines = []
     for runs in found:
-        areas = runs.areas()
-        cells = [f"`{runs.command}`", str(runs.seeds), over_tasks(runs.panel("before"))]
+        cells = [f"`{runs.command}`", str(len(runs.rows)), over_tasks(runs.panel("before"))]
+        cells += [over_tasks(runs.panel("after")), between(*runs.less(first))]
+        cells[-1] = "" if runs is first else cells[-1]
+        cells += [f"{runs.seconds():.1f}", f"{runs.seconds() / rloo.seconds():.2f}"]
+        cells += [f"{statistics.mean(v):.3f}" if (v := runs.later(key)) else "" for key in known]
+        lines.append(cells)
+    titles = ["command", "seeds", "before", "after", f"more than `{first.label}`"]
+    titles += ["seconds an iteration", "over RLOO's", *(LOGGED[key] for key in known)]
+    return table(titles, lines)
+
+
+def algorithms_table(rows: list[dict]) -> str:
+    """By how much each algorithm ends above RLOO on each world, and its seconds over RLOO's."""
+    told = credit.table(measured("credit"), ("row", "more than", "seconds"))
+    _, _, rloo, *lines = cells_of(told)
+    found: dict[str, dict[str, str]] = {"`istar`": {}}
+    for name, more, seconds in lines:
+        if " " not in name:  # with the defaults
+            ratio = float(seconds.split()[0]) / float(rloo[-1].split()[0])
+            found.setdefault(name, {})["Crossings"] = f"{more}, {ratio:.1f} x"
+    for study, title in WORLDS.items():
+        first, *others = runs_of(STUDIES[study], rows) or [None]
+        for runs in others:
+            if runs.command.split(" --")[1:] == first.command.split(" --")[1:]:
+                told = f"{between(*runs.less(first))}, {runs.seconds() / first.seconds():.1f} x"
+                name = f"`{world_and_algorithm(runs.command)[1]}`"
+                found.setdefault(name, {})[title] = told
+    worlds = ["Crossings", *WORLDS.values()]
+    lines = [[name, *(own.get(w, "") for w in worlds)] for name, own in found.items()]
+    return table(["more than RLOO, and its time", *worlds], lines)
+
+
+def final_table(found: list[Runs]) -> str:
+    """What each command reached. Older rows lack memory and the least share of valid answers in an
+    iteration, which is told from one seed to another."""
+    lines = []
+    for runs in found:
+        areas, minutes = runs.areas(), [row["evaluations"][-1]["minutes"] for row in runs.rows]
+        cells = [f"`{runs.command}`", str(len(runs.rows)), over_tasks(runs.panel("before"))]
         cells += [f"{interquartile_mean(runs.scores()):.3f}", over_tasks(runs.panel("after"))]
         cells += [over_tasks(runs.gains()), between(statistics.mean(areas), half_width(areas))]
-        minutes = [row["evaluations"][-1]["minutes"] for row in runs.rows]
-        cells.append(f"{statistics.mean(minutes):.1f}")
-        if memory:
-            cells.append(f"{max(row['memory_gib'] for row in runs.rows):.1f}")
-        if valid:
-            shares = [f"{row['valid']:.2f}" for row in runs.rows]
-            cells.append(" to ".join(sorted({min(shares), max(shares)})))
-        lines.append(cells)
+        memory = max(row.get("memory_gib") or math.inf for row in runs.rows)
+        valid = sorted({f"{row.get('valid', math.nan):.2f}" for row in runs.rows})
+        cells += [f"{statistics.mean(minutes):.1f}", f"{memory:.1f}".replace("inf", "")]
+        lines.append([*cells, "" if "nan" in valid else " to ".join({valid[0]: 0, valid[-1]: 0})])
     titles = ["command", "seeds", "before", "after: IQM", "after: mean", "gain", "area", "minutes"]
-    return table(titles + ["GiB"] * memory + ["least valid"] * valid, lines)
+    return table([*titles, "GiB", "least valid"], lines)
 
 
 def tuning_table(found: list[Runs]) -> str:
     """The best of each script's runs by the mean height of its curve, beside that with its default
-    rate, and by how much it ended above that, over the tasks; then all runs, the best first."""
-    by_script: dict[str, list[Runs]] = {}
-    for runs in found:
-        by_script.setdefault(runs.command.split()[0], []).append(runs)
-    lines, tried = [], []
-    for script, own in by_script.items():
-        own.sort(key=lambda runs: -runs.areas()[0])
-        tried += [[f"`{r.label}`", f"{r.areas()[0]:.3f}", f"{r.scores()[0]:.3f}"] for r in own]
+    rate, and by how much it ended above that, over the tasks."""
+    best, lines = {}, []
+    for runs in best_first(found):
+        best.setdefault(runs.command.split()[0], runs)
+    for script, runs in best.items():
         source = (ROOT / script).read_text()
         rate = float(re.search(r"^    learning_rate: float = (\S+)", source, re.MULTILINE)[1])
-        for default in (runs for runs in own if runs.label == f"{script} --learning-rate {rate:g}"):
-            (ours,), (theirs,) = own[0].panel("after"), default.panel("after")
+        for default in (r for r in found if r.label == f"{script} --learning-rate {rate:g}"):
+            (ours,), (theirs,) = runs.panel("after"), default.panel("after")
             gaps = [a - b for a, b in zip(ours, theirs)]
-            cells = [f"`{script}`", f"`{own[0].label.removeprefix(f'{script} ')}`"]
-            cells += [f"{own[0].areas()[0]:.3f}", f"`--learning-rate {rate:g}`"]
+            cells = [f"`{script}`", f"`{runs.label.removeprefix(f'{script} ')}`"]
+            cells += [f"{runs.areas()[0]:.3f}", f"`--learning-rate {rate:g}`"]
             cells.append(f"{default.areas()[0]:.3f}")
             above = between(statistics.mean(gaps), half_width(gaps)) if any(gaps) else "–"
             lines.append([*cells, above])
-    titles = [
-        "script",
-        "best of those tried",
-        "area",
-        "default",
-        "area",
-        "best - default, at the end",
-    ]
-    every = table(["tried", "area", "at the end"], tried)
-    return f"{table(titles, lines)}\n\n{folded('All that was tried', every)}"
+    titles = ["script", "best of those tried", "area", "default", "area"]
+    return table([*titles, "best - default, at the end"], lines)
 
 
-def folded(title: str, told: str) -> str:
-    """A table that a click opens."""
-    return f"<details><summary>{title}</summary>\n\n{told}\n\n</details>"
+def best_first(found: list[Runs]) -> list[Runs]:
+    """Tuning runs, script by script, the largest area of each first."""
+    scripts = [runs.command.split()[0] for runs in found]
+    return sorted(found, key=lambda r: (scripts.index(r.command.split()[0]), -r.areas()[0]))
 
 
-def alpha_and_beta(command: str) -> tuple[float, float]:
-    """An iStar's alpha and beta, both 1 by default."""
-    given = dict(re.findall(r"--(alpha|beta) (\S+)", command))
-    return float(given.get("alpha", 1)), float(given.get("beta", 1))
+def cells_of(told: str) -> list[list[str]]:
+    """The lines of a table."""
+    return [[c.strip() for c in line.split("|")[1:-1]] for line in told.strip().split("\n")]
 
 
 def grid(told: str, title: str, name: str = "") -> str:
     """A column of a table as one of its own, under another name: a line for each alpha, a column
-    for each beta. Rows that are not iStar's, or have no PRM, are left out."""
-    titles, _, *lines = (
-        [c.strip(" `") for c in line.split("|")[1:-1]] for line in told.split("\n")
-    )
+    for each beta, both 1 by default. Rows that are not iStar's, or have no PRM, are left out."""
+    titles, _, *lines = cells_of(told)
     cells = {}
     for line in lines:
-        alpha, beta = alpha_and_beta(line[0])
-        if line[0].startswith("istar") and alpha and beta:
+        given = dict(re.findall(r"--(alpha|beta) ([\d.]+)", line[0]))
+        alpha, beta = (float(given.get(name, 1)) for name in ("alpha", "beta"))
+        if line[0].startswith("`istar") and alpha and beta:
             cells[alpha, beta] = line[titles.index(title)]
     alphas, betas = (sorted({*values}) for values in zip(*cells))
     rows = [[f"{a:g}", *(cells.get((a, b), "–") for b in betas)] for a in alphas]
@@ -518,38 +549,26 @@ def grid(told: str, title: str, name: str = "") -> str:
 
 
 def cost_table(found: list[Runs], level: float) -> str:
-    """What it took to reach the level: the median of the runs that did."""
-    lines = []
+    """What it took to reach the level, at the first evaluation there: the median of the runs that
+    did."""
+    names, lines = ("iterations", "episodes", "million tokens", "TFLOP", "minutes"), []
     for runs in found:
-        costs = [cost(row, at) for row in runs.rows if (at := reached(row, level))]
-        cells = [f"`{runs.label}`", f"{len(costs)} of {runs.seeds}"]
-        for name in COSTS:
+        above = [[e for e in row["evaluations"] if e["score"] >= level] for row in runs.rows]
+        costs = [cost(row, at[0]) for row, at in zip(runs.rows, above) if at]
+        cells = [f"`{runs.label}`", f"{len(costs)} of {len(runs.rows)}"]
+        for name in names:
             values = [each[name] for each in costs]
             cells.append(f"{statistics.median(values):.4g}" if values else "–")
         lines.append(cells)
-    return table(["command", f"runs that reach {level:g}", *COSTS], lines)
-
-
-COSTS = ("iterations", "episodes", "million tokens", "TFLOP", "minutes")
+    return table(["command", f"runs that reach {level:g}", *names], lines)
 
 
 def comparison_table(found: list[Runs]) -> str:
-    """Every two commands, or where they are many each with the first: the probability that A is
-    better, and by how much."""
-    pairs = combinations(found, 2)
-    if len(found) > MOST:
-        pairs = ((runs, found[0]) for runs in found[1:])
+    """Every two commands: the probability that A is better, and by how much."""
     lines = []
-    for one, other in pairs:
-        better = probability_of_improvement(one.scores(), other.scores())
-        ours, theirs = ({row["seed"]: row["after"] for row in runs.rows} for runs in (one, other))
-        seeds = sorted(ours.keys() & theirs.keys())
-        gaps = []
-        for seed in seeds:
-            tasks = sorted(ours[seed].keys() & theirs[seed].keys())
-            gaps.append([ours[seed][task] - theirs[seed][task] for task in tasks])
-        told = over_tasks(gaps) if gaps else "–"
-        lines.append([f"`{one.label}`", f"`{other.label}`", f"{better:.2f}", told])
+    for one, other in combinations(found, 2):
+        better = f"{probability_of_improvement(one.scores(), other.scores()):.2f}"
+        lines.append([f"`{one.label}`", f"`{other.label}`", better, between(*one.less(other))])
     return table(["A", "B", "P(A better)", "A - B"], lines)
 
 
@@ -559,16 +578,32 @@ def logged_table(found: list[Runs]) -> str:
     lines = []
     for runs in found:
         for key, title in LOGGED.items():
-            curves = runs.logged(key)
-            if min(map(len, curves)) > 1:
-                later = [statistics.mean(curve[1:]) for curve in curves]
+            if later := runs.later(key):
                 cells = [f"`{runs.label}`", title]
-                for values in ([curve[0] for curve in curves], later):
+                for values in ([curve[0] for curve in runs.logged(key)], later):
                     cells.append(between(statistics.mean(values), half_width(values)))
                 lines.append([*cells, ", ".join(f"{value:.2f}" for value in later)])
     titles = ["command", "logged", "up to the first evaluation", "behind it", "behind it, by seed"]
-    told = table(titles, lines) if lines else ""
-    return folded("What PRM and critic knew", told) if len(lines) > 2 * UNFOLDED else told
+    return table(titles, lines) if lines else ""
+
+
+def older_table(rows: list[dict]) -> str:
+    """Runs from before the studies, of which only evaluations are stored: means over the seeds."""
+    commands: dict[str, dict[int, list[dict]]] = {}
+    for row in rows:
+        commands.setdefault(row["command"], {}).setdefault(row["seed"], []).append(row)
+    lines = []
+    for command, by_seed in commands.items():
+        runs = [*by_seed.values()]
+        key = "eval/goal" if "eval/goal" in runs[0][0] else "eval/success"
+        cells = [f"`{command}`", str(len(runs)), str(runs[0][-1]["iteration"])]
+        cells += [credit.shown([run[at][key] for run in runs]) for at in (0, -1)]
+        for name in ("prm/pair_accuracy", "prm/advantage_progress_correlation"):
+            of_runs = [[row[name] for row in run if row.get(name) is not None] for run in runs]
+            cells.append(credit.shown([statistics.mean(values) for values in of_runs if values]))
+        lines.append(cells)
+    titles = ["command", "seeds", "iterations", "before", "after", "new pairs ranked right"]
+    return table([*titles, "correlation of A^S with progress"], lines)
 
 
 def true_credit_table(rows: list[dict]) -> str:
@@ -619,88 +654,87 @@ def shown(numbers: list) -> list[str]:
 
 
 def expected(job: Job, rows: list[dict]) -> float:
-    """Minutes of a run that was not made yet: as those of its script and model that were, by
-    iterations."""
+    """Minutes of a run that was not made yet, by its iterations, as those of its script took."""
     command = job_command(job)
-    world, algorithm = world_and_algorithm(command)
     given = re.search(r"--iterations (\d+)", command)
-    iterations = int(given[1]) if given else 80
-    large = SMOLLM2 in command
     alike = [row for row in rows if row["command"].split()[0] == command.split()[0]]
-    alike = [row for row in alike if (SMOLLM2 in row["command"]) == large]
-    if alike:
-        made = sum(row["evaluations"][-1]["iteration"] for row in alike)
-        each = sum(row["minutes"] for row in alike) / made
-    else:
-        minutes = EXPECTED_SMOLLM2 if large else EXPECTED[world]
-        each = minutes[algorithm != "istar"] / 80
-    return each * iterations
+    alike = [row for row in alike if (SMOLLM2 in row["command"]) == (SMOLLM2 in command)] or rows
+    made = sum(row["evaluations"][-1]["iteration"] for row in alike)
+    minutes = sum(row["minutes"] for row in alike)
+    return minutes / max(1, made) * int(given[1] if given else 80)
 
 
 def section(name: str, rows: list[dict]) -> str:
-    """What stands in docs/results.md between the marks of a study, of a table of Crossings, of
-    "true-credit", or of "plan"."""
-    if name == "plan":
-        return f"{plan_table(rows)}\n"
-    if name == "true-credit":
-        return f"{true_credit_table(rows_of(ROWS.with_name('true-credit.jsonl')))}\n"
+    """What stands on a page between the marks of a study, of a table of Crossings, of older runs,
+    or of "algorithms"."""
+    if name == "algorithms":
+        return f"{algorithms_table(rows)}\n"
+    if name == "older":
+        return f"{older_table(measured(name))}\n\n[Rows]({STORED}/{name}.jsonl)\n"
     if name in CROSSINGS:
-        told = credit.table(crossings(name), CROSSINGS[name])
-        if "alpha-beta" not in name:
-            return told
-        grids = [grid(told.strip(), title) for title in ("success at 60", "A^S with truth")]
-        return "\n\n".join([*grids, folded("All rows", told.strip())]) + "\n"
+        told = credit.table(measured(name), CROSSINGS[name]).strip()
+        if "alpha-beta" in name:
+            told = "\n\n".join(grid(told, title) for title in ("success at 60", "A^S with truth"))
+        return f"{told}\n\n[All columns]({STORED}/{name}.md)\n"
     if name not in STUDIES:
-        sys.exit(f"{PAGE}: evidence: {name}: no such study")
-    study, found = STUDIES[name], runs_of(STUDIES[name], rows)
-    command = f"`python benchmarks/evidence.py {name}`"
+        sys.exit(f"{PAGES}: evidence: {name}: no such study")
+    command, found = f"`python benchmarks/evidence.py {name}`", runs_of(STUDIES[name], rows)
     if not found:
         return f"No run of {command} is stored yet.\n"
-    if name.startswith("tuning-"):
-        return "\n\n".join(filter(None, [command, tuning_table(found), logged_table(found)])) + "\n"
-    parts, compared = [command, final_table(found)], ""
-    if len(found) > 1 and len(study.seeds) > 1:
-        compared = comparison_table(found)
+    commits = sorted({row["commit"][:7] for runs in found for row in runs.rows})
+    files = f"[all its tables]({STORED}/evidence-{name}.md)"
+    told = tuning_table(found) if name.startswith("tuning-") else short_table(found, rows)
     if "alpha-beta" in name:
-        parts[1:] = [grid(parts[1], "after: mean"), folded("All commands", parts[1])]
-        if len(found) > MOST:  # each is compared with the first
-            parts.insert(2, grid(compared, "A - B", "more than alpha 0"))
-    if study.level is not None:
-        parts.append(cost_table(found, study.level))
-    if compared.count("\n") - 1 > UNFOLDED:
-        title = "Every two of them" if len(found) <= MOST else "Each with the first"
-        parts.append(folded(title, compared))
-    elif compared:
-        parts.append(compared)
-    if told := logged_table(found):
-        parts.append(told)
+        less = f"more than `{found[0].label}`"
+        told = "\n\n".join([grid(told, "after"), grid(told, less, "more than alpha 0")])
+    parts = [f"{command}, {files}; rows of {', '.join(commits)}", told]
     if draws(name, found):
-        parts.append(f"![Score of {name}](../benchmarks/results/evidence-{name}.png)")
+        parts.append(f"![Score of {name}]({STORED}/evidence-{name}.png)")
     return "\n\n".join(parts) + "\n"
 
 
-def crossings(name: str) -> list[dict]:
-    """The stored rows of a table of benchmarks/credit.py."""
+def all_tables(name: str, rows: list[dict]) -> str:
+    """The file of a study that its section links."""
+    study, found = STUDIES[name], runs_of(STUDIES[name], rows)
+    parts = [f"# {name}", f"`python benchmarks/evidence.py {name}`"]
+    if name.startswith("tuning-"):
+        ends = [(runs.label, runs.areas()[0], runs.scores()[0]) for runs in best_first(found)]
+        tried = [[f"`{label}`", f"{area:.3f}", f"{end:.3f}"] for label, area, end in ends]
+        parts.append(table(["tried", "area", "at the end"], tried))
+    else:
+        parts.append(final_table(found))
+        if study.level is not None:
+            parts.append(cost_table(found, study.level))
+        if len(found) > 1 and len(study.seeds) > 1:
+            parts.append(comparison_table(found))
+    return "\n\n".join(filter(None, [*parts, logged_table(found)])) + "\n"
+
+
+def measured(name: str) -> list[dict]:
+    """The rows of a file beside the studies' own."""
     return rows_of(credit.RESULTS / f"{name}.jsonl")
 
 
-def page(text: str, rows: list[dict]) -> str:
-    """docs/results.md with every section made of the rows. Exits where a study has rows and no
-    section."""
-    marked = {match[2] for match in SECTION.finditer(text)}
-    for name, study in STUDIES.items():
-        if name not in marked and runs_of(study, rows):
-            sys.exit(f"{PAGE}: no section <!-- evidence: {name} --> for the study's stored runs")
-    return SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
+def files_of(rows: list[dict]) -> dict[Path, str]:
+    """{file: text} of all that --table writes but the pictures: the pages with every section made
+    of the rows, and the tables beside the rows. Exits where a study has rows and no section."""
+    pages, marked = {path: path.read_text() for path in sorted(PAGES.glob("*.md"))}, set()
+    for path, text in pages.items():
+        marked |= {match[2] for match in SECTION.finditer(text)}
+        pages[path] = SECTION.sub(lambda found: found[1] + section(found[2], rows) + found[3], text)
+    made = {name for name, study in STUDIES.items() if runs_of(study, rows)}
+    if missing := made - marked:
+        sys.exit(f"{PAGES}: no section <!-- evidence: {min(missing)} --> for its stored rows")
+    tables = {f"evidence-{name}": all_tables(name, rows) for name in made}
+    tables |= {name: credit.table(measured(name)) for name in CROSSINGS}
+    tables["plan"] = f"{plan_table(rows)}\n"
+    tables["true-credit"] = f"{true_credit_table(measured('true-credit'))}\n"
+    return pages | {ROWS.with_name(f"{file}.md"): text for file, text in tables.items()}
 
 
-def draws(name: str, found: list[Runs]):
-    """What draws a study's picture; None where it has none."""
-    if name.startswith("tuning-"):
-        return None
-    if len(found) <= MOST:
-        return picture
-    return grid_picture if "alpha-beta" in name else None
+def draws(name: str, found: list[Runs]) -> bool:
+    """Whether a study has a picture: one of curves that can be told apart."""
+    return not name.startswith("tuning-") and 0 < len(found) <= 12
 
 
 def picture(found: list[Runs]):
@@ -733,44 +767,6 @@ def picture(found: list[Runs]):
     return figure
 
 
-def grid_picture(found: list[Runs]):
-    """The score after training, and the new pairs ranked right behind the first evaluation, against
-    alpha: a line for each beta, with 95 % intervals; a band is the command without a PRM."""
-    from matplotlib.figure import Figure
-
-    lines: dict[float, dict[float, Runs]] = {}  # beta: alpha: runs
-    for runs in sorted(found, key=lambda runs: alpha_and_beta(runs.command)):
-        alpha, beta = alpha_and_beta(runs.command)
-        lines.setdefault(beta, {})[alpha] = runs
-    figure = Figure(figsize=(11, 4))
-    score, ranked = figure.subplots(1, 2)
-    for runs in lines.pop(0.0, {}).values():
-        mean, half = estimate(runs.panel("after"))
-        score.axhline(mean, color="grey", label="alpha 0, no PRM")
-        score.axhspan(mean - (half or 0), mean + (half or 0), color="grey", alpha=0.15)
-
-    for number, (beta, cells) in enumerate(sorted(lines.items())):
-        x = [alpha * 1.04**number for alpha in cells]  # beside each other
-        scores = [estimate(runs.panel("after")) for runs in cells.values()]
-        shares = []
-        for runs in cells.values():
-            later = [statistics.mean(curve[1:]) for curve in runs.logged("prm/pair_accuracy")]
-            shares.append((statistics.mean(later), half_width(later)))
-        for axis, values in ((score, scores), (ranked, shares)):
-            means, halves = zip(*values)
-            halves = [half or 0 for half in halves]  # one seed has no interval
-            axis.errorbar(x, means, halves, marker="o", capsize=3, label=f"beta {beta:g}")
-
-    alphas = sorted({alpha for cells in lines.values() for alpha in cells})
-    for axis, label in ((score, "score on the panel"), (ranked, LOGGED["prm/pair_accuracy"])):
-        axis.set(xscale="log", xlabel="alpha", ylabel=label)
-        axis.set_xticks(alphas, map(str, alphas))
-        axis.minorticks_off()
-    score.legend(fontsize=8)
-    figure.tight_layout()
-    return figure
-
-
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -779,7 +775,7 @@ def main() -> None:
     add("--jobs", type=int, default=1, help="Runs at a time, each on one core.")
     add("--only", default="", help="Commands that begin so are run (default: all of a study).")
     add("--plan", action="store_true", help="Runs and machine time are told, and nothing is run.")
-    add("--table", action="store_true", help="docs/results.md and pictures are made of the rows.")
+    add("--table", action="store_true", help="Pages, tables and pictures are made of the rows.")
     add("--out", type=Path, default=ROOT / "runs" / "evidence", help="Directory of the runs.")
     args = parser.parse_args()
     if unknown := [name for name in args.studies if name not in STUDIES]:
@@ -797,14 +793,14 @@ def main() -> None:
         print("\n".join([plan_table(stored_rows(ROWS)), "", *older.values()]))
     elif args.table:
         rows = stored_rows(ROWS)
-        replace_file(PAGE, page(PAGE.read_text(), rows))
+        for path, text in files_of(rows).items():
+            replace_file(path, text)
+            print(path)
         for name, study in STUDIES.items():
-            if found := runs_of(study, rows):
-                print(f"{name}\n\n{section(name, rows)}")
-                if draw := draws(name, found):
-                    draw(found).savefig(ROWS.with_name(f"evidence-{name}.png"), dpi=110)
+            if draws(name, found := runs_of(study, rows)):
+                picture(found).savefig(ROWS.with_name(f"evidence-{name}.png"), dpi=110)
         for name in CROSSINGS:
-            credit.write_results(name, crossings(name))
+            credit.picture(measured(name), credit.RESULTS / f"{name}.png")
     else:
         if asked := [name for name in args.studies if name in older]:
             sys.exit(older[asked[0]])

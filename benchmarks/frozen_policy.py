@@ -7,9 +7,9 @@
 The script's own functions play --batches batches of --tasks training tasks with its initial policy,
 and its PRM learns after each as in the script: --prm-steps steps of trajectory DPO on past groups.
 Then it ranks the preference pairs of --unseen other tasks. With a policy that moves the same PRM
-may do worse: docs/results.md; with one that stands still it has to find what the outcomes tell.
-Other flags go to the script. Exits with status 1 where the accuracy is
-below --least. Written: benchmarks/results/frozen-SCRIPT.md, its name with the other flags.
+may do worse (docs/results/sokoban.md); with one that stands still it has to find what the outcomes
+tell. Other flags go to the script. Exits with status 1 where the accuracy is below --least.
+Written: benchmarks/results/frozen-SCRIPT.md, its name with the other flags.
 """
 
 import argparse

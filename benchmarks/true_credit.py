@@ -19,7 +19,7 @@ token by token. What r_phi has beyond that depends on the state alone, and credi
 
 The run: istar_*.py or istar_paper_*.py on Sokoban or WebShop. Written: a row of
 benchmarks/results/true-credit.jsonl, in place of an earlier one of the same run;
-`python benchmarks/evidence.py --table` makes the table of docs/results.md of these rows.
+`python benchmarks/evidence.py --table` makes benchmarks/results/true-credit.md of these rows.
 """
 
 import argparse

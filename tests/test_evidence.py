@@ -1,11 +1,11 @@
 """benchmarks/evidence.py: its statistics against rliable's and against simulated experiments, its
-runs, and docs/results.md against the stored rows."""
+runs, and docs/results/ against the stored rows."""
 
 import json
 import shlex
 import sys
 from itertools import product
-from statistics import mean
+from types import SimpleNamespace
 
 from benchmarks import evidence
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
@@ -268,7 +268,7 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert low.areas() == [0.5, 0.5]  # 0, 0.5, 1
     assert high.areas() == [(0.25 + 0.75) / 4 + (0.75 + 1) / 4] * 2
     assert low.gains() == [[1.0] * 4] * 2
-    costs = evidence.cost(low.rows[0], evidence.reached(low.rows[0], 0.75))
+    costs = evidence.cost(low.rows[0], low.rows[0]["evaluations"][-1])
     assert costs == {
         "iterations": 4,
         "episodes": 4 * 8,
@@ -276,17 +276,21 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
         "TFLOP": pytest.approx((2 * 2 + 6) * 1000 * 4000 / 1e12),
         "minutes": 4.0,
     }
-    told = evidence.section("one", rows)
+    told = evidence.all_tables("one", rows)
     assert "| 2 | 0.000 (0.000 to 0.000) | 1.000 | 1.000 (1.000 to 1.000) |" in told
     assert "| 2 of 2 | 2 | 16 | 0.002 | 2e-05 | 2 |" in told  # the second reaches 0.75 sooner
     assert "| 0.50 | 0.000 (0.000 to 0.000) |" in told  # P(A better), A - B
     assert "| minutes | GiB | least valid |" in told and "| 4.0 | 1.5 | 0.80 to 0.90 |" in told
-    assert evidence.reached(low.rows[0], 1.5) is None
+    assert "| 0 of 2 | – |" in evidence.cost_table([low], 1.5)
     known = "new pairs ranked right | 0.150 (0.150 to 0.150) | 0.350 (0.350 to 0.350) | 0.35, 0.35"
     assert known in told and "credit share" not in told
-    assert "![Score of one]" in told and "| A | B |" in told
-    monkeypatch.setattr(evidence, "MOST", 1)  # too many to be drawn
-    assert "![" not in evidence.section("one", rows)
+    assert "| A | B |" in told
+    page = evidence.section("one", rows)
+    assert "rows of abc" in page and "![Score of one](../../benchmarks/" in page
+    assert "results/evidence-one.md)" in page and "| A | B |" not in page
+    known = "| 0.000 (0.000 to 0.000) | 60.0 | 1.00 | 0.600 |"  # more than the first; seconds
+    assert known in page and page.count("| seconds an iteration | over RLOO's |") == 1
+    assert not evidence.draws("one", [low] * 13)  # too many to be told apart
     two = ["a.py --x 1 --y 2", "a.py --x 1 --y 3 --no-z"]
     assert evidence.labels(two) == ["a.py --y 2", "a.py --y 3 --no-z"]
     *scores, known = evidence.picture([low, high]).axes
@@ -296,44 +300,22 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
 
 
-def test_many_alphas_and_betas_are_drawn_as_a_grid_and_each_is_compared_with_the_first(
-    study, tmp_path, monkeypatch
-):
+def test_a_study_of_alpha_and_beta_is_told_as_a_grid(study, tmp_path, monkeypatch):
     study(0, 0.25)
     low, high = evidence.runs_of(evidence.STUDIES["one"], rows_in(tmp_path))
-    commands = [
-        f"istar_x.py{flags}" for flags in (" --alpha 0 --beta 0", " --beta 3", " --alpha 3")
-    ]
+    for row in high.rows:
+        row["after"] = {task: score - 0.25 for task, score in row["after"].items()}
+    commands = [f"istar_sokoban.py{x}" for x in (" --alpha 0 --beta 0", " --beta 3", " --alpha 3")]
     found = [
         runs._replace(command=command, label=command)
         for runs, command in zip((low, high, high), commands)
     ]
-    for row in high.rows:
-        row["after"] = {task: score - 0.25 for task, score in row["after"].items()}
-    assert evidence.draws("alpha-beta-x", found) is evidence.picture
-    monkeypatch.setattr(evidence, "MOST", 2)
-    assert evidence.draws("alpha-beta-x", found) is evidence.grid_picture
-    assert evidence.draws("x", found) is None
-    assert evidence.draws("tuning-alpha-beta-x", found[:1]) is None
-    compared = evidence.comparison_table(found)
-    less = f"| `{commands[0]}` | 0.50 | -0.250 (-0.250 to -0.250) |"
-    assert compared.split("\n")[2:] == [f"| `{one}` {less}" for one in commands[1:]]
     monkeypatch.setitem(evidence.STUDIES, "alpha-beta-x", evidence.STUDIES["one"])
+    monkeypatch.setitem(evidence.STUDIES, "sokoban", evidence.STUDIES["one"])
     monkeypatch.setattr(evidence, "runs_of", lambda *_: found)
     told = evidence.section("alpha-beta-x", [])
-    assert "| more than alpha 0: alpha | beta 1 | beta 3 |" in told and "![Score" in told
+    assert "| more than alpha 0: alpha | beta 1 | beta 3 |" in told
     assert "| 1 | – | -0.250 (-0.250 to -0.250) |" in told
-
-    score, ranked = evidence.grid_picture(found).axes
-    drawn = [bars[0].get_ydata().tolist() for bars in score.containers]
-    assert drawn == [[0.75], [0.75]] and score.lines[0].get_ydata() == [1.0, 1.0]
-    shares = [bars[0].get_ydata().tolist() for bars in ranked.containers]
-    assert shares == [[pytest.approx(0.6)]] * 2  # of high, behind the first evaluation
-    assert [label.get_text() for label in score.get_xticklabels()] == ["1.0", "3.0"]
-    single = [runs._replace(rows=runs.rows[:1]) for runs in found]  # a study that has only begun
-    score, _ = evidence.grid_picture(single).axes
-    drawn = [bars[0].get_ydata().tolist() for bars in score.containers]
-    assert drawn == [[0.75], [0.75]]
 
 
 def test_tuning_tells_the_best_of_a_script_and_its_default(study, tmp_path):
@@ -345,10 +327,9 @@ def test_tuning_tells_the_best_of_a_script_and_its_default(study, tmp_path):
     for runs, flag in ((low, "--learning-rate 0.0005"), (high, "--alpha 3")):
         command = f"{script} {flag}"
         tried.append(runs._replace(command=command, label=command, rows=runs.rows[:1]))
-    told = evidence.tuning_table(tried)
-    best, folded = told.split("<details>")
+    best = evidence.tuning_table(tried)
     assert "| `--alpha 3` | 0.688 | `--learning-rate 0.0005` | 0.500 | – |" in best  # ends alike
-    assert folded.index("--alpha 3` | 0.688 | 1.000") < folded.index("0.0005` | 0.500 | 1.000")
+    assert evidence.best_first(tried) == tried[::-1]
     tried[1].rows[0]["after"] = {task: 1.25 for task in tried[1].rows[0]["after"]}
     assert "| 0.250 (0.250 to 0.250) |" in evidence.tuning_table(tried)
 
@@ -383,43 +364,79 @@ def test_rows_that_cannot_be_are_refused(study, tmp_path):
         rows_in(tmp_path)
 
 
-# ------------ docs/results.md ------------
+# ------------ docs/results/ ------------
 
 
-def test_every_generated_number_of_the_page_is_that_of_a_row():
-    """What stands between the marks is what --table makes of the stored rows, to the letter."""
-    text = evidence.PAGE.read_text()
-    assert "<!-- evidence: plan -->" in text
-    assert evidence.page(text, evidence.stored_rows(evidence.ROWS)) == text
-
-
-def test_a_number_that_no_row_supports_is_seen(study, tmp_path):
-    study(0)
-    rows, mark = rows_in(tmp_path), "<!-- evidence: one -->\n<!-- end -->\n"
-    text = evidence.page(f"Words.\n\n{mark}\nMore words: 1.000.\n", rows)
-    assert evidence.page(text, rows) == text and text.count("1.000") > 3
-    for number in ("1.000 (1.000", "| 2 of 2 |"):
-        changed = text.replace(number, number.replace("1", "7").replace("2 of", "1 of"), 1)
-        assert changed != text and evidence.page(changed, rows) == text
-    with pytest.raises(SystemExit, match="no section <!-- evidence: one -->"):
-        evidence.page("A page without marks.\n", rows)
-    with pytest.raises(SystemExit, match="evidence: other: no such study"):
-        evidence.page(mark + mark.replace("one", "other"), rows)
-
-
-def test_table_makes_the_page_and_the_pictures_and_says_them(study, tmp_path, monkeypatch, capsys):
-    study(0, 0.25)
-    page = tmp_path / "results.md"
-    page.write_text("Words.\n\n<!-- evidence: one -->\n<!-- end -->\n")
-    monkeypatch.setattr(evidence, "ROWS", tmp_path / "rows.jsonl")
-    monkeypatch.setattr(evidence, "PAGE", page)
-    monkeypatch.setattr(evidence, "CROSSINGS", {})
+def test_table_makes_every_page_and_file_again_without_a_change(monkeypatch):
+    made = {}
+    monkeypatch.setattr(evidence, "replace_file", made.__setitem__)
+    monkeypatch.setattr(
+        evidence, "picture", lambda found: SimpleNamespace(savefig=lambda *_, **__: 0)
+    )
+    monkeypatch.setattr(evidence.credit, "picture", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["evidence.py", "--table"])
     evidence.main()
-    table = evidence.section("one", rows_in(tmp_path))
-    assert table in page.read_text() and table in capsys.readouterr().out
+    changed = [str(path) for path, text in made.items() if path.read_text() != text]
+    assert changed == []
+    assert {*(ROOT / "docs" / "results").glob("*.md")} <= {*made}
+    stored = {path.name for path in made if path.parent == evidence.ROWS.parent}
+    assert {"plan.md", "credit.md", "evidence-webshop.md", "true-credit.md"} <= stored
+
+
+def page_in(tmp_path, monkeypatch, text: str):
+    """tmp_path is all that --table knows; its page has this text."""
+    (tmp_path / "pages").mkdir(exist_ok=True)
+    (page := tmp_path / "pages" / "one.md").write_text(text)
+    monkeypatch.setattr(evidence, "PAGES", page.parent)
+    monkeypatch.setattr(evidence, "ROWS", tmp_path / "rows.jsonl")
+    monkeypatch.setattr(evidence, "CROSSINGS", {})
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "--table"])
+    return page
+
+
+MARK = "<!-- evidence: one -->\n<!-- end -->\n"
+
+
+def test_a_number_that_no_row_supports_is_seen(study, tmp_path, monkeypatch):
+    study(0)
+    rows = rows_in(tmp_path)
+    page = page_in(tmp_path, monkeypatch, f"Words.\n\n{MARK}\nMore words: 1.000.\n")
+    page.write_text(text := evidence.files_of(rows)[page])
+    assert evidence.files_of(rows)[page] == text and text.count("1.000") > 2
+    page.write_text(text.replace("1.000 (1.000", "7.000 (1.000"))
+    assert page.read_text() != text and evidence.files_of(rows)[page] == text
+    page.write_text("A page without marks.\n")
+    with pytest.raises(SystemExit, match="no section <!-- evidence: one -->"):
+        evidence.files_of(rows)
+    page.write_text(MARK + MARK.replace("one", "other"))
+    with pytest.raises(SystemExit, match="evidence: other: no such study"):
+        evidence.files_of(rows)
+
+
+def test_table_makes_the_page_the_files_and_the_pictures(study, tmp_path, monkeypatch, capsys):
+    study(0, 0.25)
+    page = page_in(tmp_path, monkeypatch, f"Words.\n\n{MARK}")
+    evidence.main()
+    assert evidence.section("one", rows_in(tmp_path)) in page.read_text()
+    assert str(page) in capsys.readouterr().out
+    assert "| A | B |" in (tmp_path / "evidence-one.md").read_text()
+    assert "| `one` | 2 x 2 | 4 | 4 |" in (tmp_path / "plan.md").read_text()
     made = (tmp_path / "evidence-one.png").read_bytes()
     assert made.startswith(b"\x89PNG") and len(made) > 10_000
+
+
+def test_older_runs_are_told_by_their_seeds():
+    rows = [
+        {"command": "x.py", "seed": seed, "iteration": at, "eval/goal": seed + at / 10}
+        | ({"prm/pair_accuracy": 0.4 + seed / 10} if at else {})
+        for seed, at in product((1, 2), (0, 80))
+    ]
+    half = 12.706 * 0.5  # Student's t with one degree of freedom, and the standard error
+    told = evidence.older_table(rows).split("\n")[2]
+    cells = (
+        f"| `x.py` | 2 | 80 | 1.500 ± {half:.3f} | 9.500 ± {half:.3f} | 0.550 ± {half / 10:.3f} |"
+    )
+    assert told == f"{cells}  |"
 
 
 def test_what_cannot_be_asked_is_refused(monkeypatch):
@@ -427,70 +444,3 @@ def test_what_cannot_be_asked_is_refused(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["evidence.py", *words])
         with pytest.raises(SystemExit, match=said):
             evidence.main()
-
-
-# Tables that were written before there were studies: each line from the rows of its file. They
-# go when the studies that replace them have run.
-
-RESULTS = evidence.ROWS.parent
-CURVES = ("longer", "visual-sokoban")
-
-
-def cells_of(text) -> list[list[str]]:
-    """The lines of a page's tables that begin with a command, cell by cell, plain."""
-    lines = [line for line in text.splitlines() if line.startswith("| `") and ".py" in line]
-    return [[cell.strip(" `*") for cell in line.strip("| ").split(" | ")] for line in lines]
-
-
-def stored(*names) -> list[dict]:
-    files = [RESULTS / f"{name}.jsonl" for name in names]
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
-
-
-def test_every_line_of_the_older_curves_is_that_of_its_rows():
-    runs = {}
-    for row in stored(*CURVES):
-        runs.setdefault((row["command"], str(row["seed"])), []).append(row)
-    text = evidence.SECTION.sub("", evidence.PAGE.read_text())  # those have rows of another kind
-    lines = [cells for cells in cells_of(text) if cells[1].isdecimal()]
-    lines = [cells for cells in lines if len(cells) >= 7]
-    assert {(cells[0], cells[1]) for cells in lines} == {*runs}
-    for command, seed, iterations, minutes, before, after, gain, *rest in lines:
-        first, *_, last = evaluations = runs[command, seed]
-        key = "eval/goal" if "eval/goal" in first else "eval/success"
-        assert (iterations.split()[0], minutes) == (
-            str(last["iteration"]),
-            f"{last['time/elapsed'] / 60:.1f}",
-        )
-        for told, row in ((before, first), (after, last)):
-            numbers = [f"{row[key]:.3f}"]
-            if key == "eval/success":
-                numbers.append(f"{row['eval/success_error']:.3f}")
-            assert told.split(" ± ") == numbers
-        assert gain == f"{last[key] - first[key]:+.3f}"
-        lowest = [f"{min(row[key] for row in evaluations if row['iteration'] > 10):.3f}"]
-        scores = [f"{row['eval/score']:.3f}" for row in (first, last)]
-        assert rest == (lowest + scores)[: len(rest)]
-
-
-def test_the_table_of_a_prm_that_stays_behind_is_that_of_its_rows():
-    runs: dict[str, list] = {}
-    for row in stored("prm-behind"):
-        runs.setdefault(evidence.world_and_algorithm(row["command"])[0], []).append(row)
-    text = evidence.PAGE.read_text().split("## A PRM that stays behind")[1]
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + len(runs)
-    for (_, before, after, ranked, progress), rows in zip(lines[1:], runs.values()):
-        score = "eval/goal" if "eval/goal" in rows[0] else "eval/success"
-        for told, iteration in ((before, 0), (after, 80)):
-            ends = [row[score] for row in rows if row["iteration"] == iteration]
-            assert len(ends) == 3 and told == f"{mean(ends):.3f}"
-        assert ranked == f"{mean(logged(rows, 'prm/pair_accuracy')):.2f}"
-        if known := logged(rows, "prm/advantage_progress_correlation"):
-            assert progress == f"{mean(known):.2f}"
-        else:
-            assert progress == "not known there"
-
-
-def logged(rows, key) -> list:
-    return [row[key] for row in rows if row.get(key) is not None]
