@@ -262,9 +262,8 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """Logged of steps with these A^E, weighted A^S and progress (the world's own), [s] each:
-    mean |A^S| over mean |A^E|, and Pearson's correlation of A^S with progress, which no algorithm
-    sees (0 where nothing varies)."""
+    """Logged of steps, [s] each: mean |weighted A^S| over mean |A^E|, and Pearson's correlation of
+    A^S with the world's progress, which no algorithm sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)

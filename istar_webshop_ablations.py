@@ -5,20 +5,19 @@ istar_webshop.py is the algorithm; `diff` it with this page to see what these fl
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
     --as-published credit        Every step gets A^S: groups without a pair, invalid answers.
+    --as-published preference    Nothing is taken off r_phi, whatever pi_old prefers.
     --prm-lora-rank 0            The PRM is a full copy of the policy.
     --prm-replay 0               It learns from all pairs of this iteration alone.
     --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
-    --step-reward merged         One advantage of r_o + alpha * r_phi, every step a sample of its
-                                 group, takes the place of A^E + alpha * A^S.
+    --step-reward merged         One advantage: that of r_o + alpha * r_phi, each step a sample.
     --step-reward token          Each token has a reward, an advantage and a ratio.
-    --step-reward head           The PRM is explicit: a linear head at each answer's end, on the
-                                 initial model and an adapter (Razin et al., arXiv 2507.07981).
+    --step-reward head           An explicit PRM: a linear head (Razin et al., arXiv 2507.07981).
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
 Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are that page's.
-istar_paper_webshop.py is --as-published skill length credit --prm-lora-rank 0 --prm-replay 0
---prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3 --lr-halving inf.
+istar_paper_webshop.py is --as-published skill length credit preference --prm-lora-rank 0
+--prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3 --lr-halving inf.
 """
 
 import random
@@ -69,16 +68,14 @@ class Args:
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter; 0: a full copy (paper).
     prm_steps: int = 8  # PRM steps per iteration (paper: 1).
-    prm_replay: int = field(default=256, metadata={"least": 0})
-    """Latest groups that the PRM learns from; 0: this iteration's (paper)."""
+    prm_replay: int = field(default=256, metadata={"least": 0})  # Latest groups; 0: only new ones.
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
-    as_published: tuple[str, ...] = ()  # What is the paper's: skill, length, credit (see above).
+    as_published: tuple[str, ...] = ()  # What is the paper's, by the words above.
     step_reward: Literal["implicit", "merged", "token", "head", "ground-truth"] = "implicit"
     """Where the reward of a step comes from, and how it is used (see above)."""
     normalise_over: Literal["group", "turn", "batch"] = "group"  # Steps that A^S compares.
-    ratio: Literal["step", "step-mean", "token"] = "step"
-    """What a ratio compares: all tokens of a step (iStar), their mean (GSPO), or each (PPO)."""
+    ratio: Literal["step", "step-mean", "token"] = "step"  # What a ratio compares (see above).
 
 
 # === block: rollout ===
@@ -169,7 +166,6 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         num_ratios = int(ours.sum())
         if args.ratio == "token":
             num_ratios = int(ours[batch.token_step].sum())
-
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             logprobs = action_logprobs(policy, micro, args)  # [k] with a graph
             new = per_ratio(logprobs, micro, args.ratio)
@@ -217,8 +213,7 @@ def reward_model(path: str, rank: int, **reading):
     """The initial model with a linear head of weight 0 and a LoRA adapter, "prm", both of which
     peft trains and saves."""
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **reading)
-    for parameter in model.score.float().parameters():  # it trains: in float32
-        torch.nn.init.zeros_(parameter)
+    torch.nn.init.zeros_(model.score.float().weight)  # it trains: in float32
     adapter = lora(rank)
     adapter.exclude_modules, adapter.task_type = ["score"], "TOKEN_CLS"
     return get_peft_model(model, adapter, adapter_name="prm")
@@ -234,15 +229,21 @@ def head_rewards(prm: Network, batch, args, graph=False) -> torch.Tensor:
     return over_batch(values, prm, batch, args, graph=graph)[last]
 
 
+def policy_slope(rewards, log_old, step_group) -> torch.Tensor:
+    """Slope of r_phi on log pi_old within groups, from [s] each. A PRM that only sharpens the
+    policy ranks pairs too, since rare answers are often wrong, and confirms what pi_old prefers."""
+    means = torch.bincount(step_group, log_old) / torch.bincount(step_group)  # of each group
+    centred = log_old - means[step_group]
+    return (centred @ rewards) / centred.square().sum().clamp(min=1e-9)
+
+
 def margins(rewards, step_traj, pairs: list, all_steps: bool) -> torch.Tensor:
     """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both: a
     failure runs to the step limit, and length alone would decide. all_steps: over all of both."""
     of_each = rewards.split(torch.bincount(step_traj).tolist())  # N of [T]
     found = []
     for winner, loser in pairs:
-        both = min(len(of_each[winner]), len(of_each[loser]))
-        if all_steps:
-            both = None
+        both = None if all_steps else min(len(of_each[winner]), len(of_each[loser]))
         found.append(of_each[winner][:both].sum() - of_each[loser][:both].sum())
     return torch.stack(found)
 
@@ -262,7 +263,6 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
         log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
         log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
         rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
-
     margin = margins(rewards, batch.step_traj, pairs, "length" in args.as_published)  # [P]
     loss = dpo_loss(margin) + args.prm_ridge * rewards.square().mean()
     loss.backward()
@@ -293,9 +293,8 @@ def skill(accuracies: list[float], window: int = 5) -> float:
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """Logged of steps with these A^E, weighted A^S and progress (the world's own), [s] each:
-    mean |A^S| over mean |A^E|, and Pearson's correlation of A^S with progress, which no algorithm
-    sees (0 where nothing varies)."""
+    """Logged of steps, [s] each: mean |weighted A^S| over mean |A^E|, and Pearson's correlation of
+    A^S with the world's progress, which no algorithm sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -315,17 +314,16 @@ def compared_with(batch, over: str) -> torch.Tensor:
         return torch.zeros_like(group)
     if over == "group":
         return group
-    lengths = torch.bincount(batch.step_traj)  # [N]
-    turns = torch.cat([torch.arange(n) for n in lengths])  # [S]
-    return group * int(lengths.max()) + turns
+    turns = torch.cat([torch.arange(n) for n in torch.bincount(batch.step_traj)])  # [S]
+    return group * len(turns) + turns
 
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     per_token = args.step_reward == "token"
-    if unknown := set(args.as_published) - {"skill", "length", "credit"}:
-        sys.exit(f"--as-published {sorted(unknown)[0]}: has to be skill, length or credit")
+    if unknown := set(args.as_published) - {"skill", "length", "credit", "preference"}:
+        sys.exit(f"--as-published {min(unknown)}: has to be skill, length, credit or preference")
     if args.step_reward == "head" and not args.prm_lora_rank:
         sys.exit("--prm-lora-rank 0: with --step-reward head it is at least 1")
     if per_token and (args.ratio != "token" or args.normalise_over != "group"):
@@ -339,8 +337,8 @@ def main():
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
     if args.step_reward == "head":
-        model = reward_model(run.model_path, args.prm_lora_rank, **run.reading)
-        prm = Network("prm", model.to(run.device))
+        prm = reward_model(run.model_path, args.prm_lora_rank, **run.reading)
+        prm = Network("prm", prm.to(run.device))
     elif args.prm_lora_rank:
         prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # as the policy: r_phi = 0
     else:
@@ -380,16 +378,22 @@ def main():
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         units = by_token(batch) if per_token else batch  # U = K tokens, or S steps, have a reward
-        log_old = sum_per_step(old_logprobs, units)  # [U]
+        pairs = preference_pairs(batch.outcomes, batch.group)
+        step_group = batch.group[units.step_traj]  # [U]
+        invalid = batch.invalid[batch.token_step] if per_token else batch.invalid  # [U]
+        paired = torch.isin(step_group, batch.group[[winner for winner, _ in pairs]])  # [U]
+        credited = paired & ~invalid | ("credit" in args.as_published)  # [U]
         if args.step_reward == "ground-truth":
             rewards = torch.tensor([step.game_reward for t in episodes for step in t.steps])  # [S]
         elif args.step_reward == "head":
             rewards = head_rewards(prm, batch, args)  # [S]
         else:
+            log_old = sum_per_step(old_logprobs, units)  # [U]
             log_phi = sum_per_step(batch_logprobs(prm, batch, args), units)  # [U] before it learns
             rewards = step_rewards(log_phi, log_old, args.beta)  # [U]
-
-        pairs = preference_pairs(batch.outcomes, batch.group)
+            if "preference" not in args.as_published:
+                slope = policy_slope(rewards[credited], log_old[credited], step_group[credited])
+                rewards = rewards - slope * log_old  # [U]
         run.log("prm", {"pairs": len(pairs), "pair_accuracy": None})
         if pairs:
             of_steps = sum_per_step(rewards, batch) if per_token else rewards  # [S]
@@ -407,12 +411,7 @@ def main():
 
         # ------------ 4. Advantages: A = A^E + alpha * skill * A^S - penalty ------------
         episode_adv = rloo_advantages(batch.outcomes, batch.group)[units.step_traj]  # [U]
-        invalid = batch.invalid[batch.token_step] if per_token else batch.invalid  # [U]
         compared = compared_with(units, args.normalise_over)  # [U]
-        paired = torch.isin(batch.group, batch.group[[winner for winner, _ in pairs]])  # [N]
-        credited = paired[units.step_traj] & ~invalid  # [U]
-        if "credit" in args.as_published:
-            credited = torch.ones_like(credited)
         step_adv = torch.zeros_like(rewards)  # [U]
         step_adv[credited] = step_advantages(rewards[credited], compared[credited])
 

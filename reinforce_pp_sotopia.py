@@ -85,12 +85,10 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
             break
         turns.append(joined([action, chat.observation(observation, action)]))
         seen = observation
-
     if t.truncated and t.steps:  # the conversation ends here, and is judged as it stands
         reward, success, score = await episode.leave()
         t.outcome += reward
-        t.steps[-1].success = success
-        t.steps[-1].score = score
+        t.steps[-1].success, t.steps[-1].score = success, score
     return t
     # === end block ===
 
