@@ -1,15 +1,15 @@
 """Peak memory of an iteration: predicted from the model's shape and the flags, and measured.
 
     python benchmarks/memory.py                     # tiny models, measured; 0.5B to 7B, predicted
-    python benchmarks/memory.py --models smollm2 --smollm2 DIR --tokens 512    # Hugging Face format
-    python benchmarks/memory.py --models qwen-0.5b  # of random weights: wants a GPU
+    python benchmarks/memory.py --models smollm2 --tokens 512   # of its shape, with random weights
+    python benchmarks/memory.py --models qwen-0.5b  # wants a GPU
     python benchmarks/memory.py --models            # the predictions alone
 
 runtime/memory.py predicts; a run warns by it. Measured is, in a process of its own, the resident
 memory (on a GPU: what is allocated) that building the networks and one update of each adds, in two
 micro-batches; the engine is not in it. Every setting is measured: all weights or LoRA, with a PRM
-and without (rloo_*.py), with --gradient-checkpointing and without. Written:
-benchmarks/results/memory.md.
+and without (rloo_*.py), with --gradient-checkpointing and without; and all weights divided between
+two processes (FSDP), of which the first is measured. Written: benchmarks/results/memory.md.
 """
 
 import argparse
@@ -30,30 +30,28 @@ from runtime.memory import (
     Setting,
     Shape,
     fitting,
-    kept_by_layer,
     needed,
     predict,
     shape_of,
 )
 
-SHAPES = {  # Qwen2.5: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+    "smollm2": (576, 1536, 30, 9, 3, 49152, True),  # of 135M
     "qwen-0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "qwen-1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "qwen-3b": (2048, 11008, 36, 16, 2, 151936, True),
     "qwen-7b": (3584, 18944, 28, 28, 4, 152064, False),
 }
+LARGE = [name for name in SHAPES if name != "smollm2"]
 SEEING = {  # the language side of Qwen2.5-VL
     "qwen-vl-3b": SHAPES["qwen-3b"],
     "qwen-vl-7b": SHAPES["qwen-7b"],
 }
-# the tower of Qwen2.5-VL: a decoder's layer, with as many keys as queries
-TOWER = Shape(1280, 3420, 32, 1280, 1280, 0, True)
-PATCH, MERGE = 3 * 2 * 14 * 14, 2
-PICTURE_SHARE = 0.25  # of a context's tokens, those that stand for pictures
+TOWER = (1280, 3420, 32, 1280, 1280, 0, True)  # of Qwen2.5-VL
 TINY = ROOT / "models" / "tiny-webshop"
 CARD = 79 * GIB  # what an A100 or H100 of "80 GB" has
 TOKENS = (2048, 4096, 8192, 16384)
-PRM_RANK, LORA_RANK = 16, 64  # --prm-lora-rank, --policy-lora-rank
+PRM_RANK, LORA_RANK, LESS = 16, 64, 16  # --prm-lora-rank, --policy-lora-rank; as measured
 DISK, RATE = 1e9, 4e14  # [bytes/s] of a disk, [FLOP/s] of a card in training: assumed
 EPISODES = 128  # of an iteration: 16 groups of 8, as the paper's
 
@@ -61,7 +59,11 @@ EPISODES = 128  # of an iteration: 16 groups of 8, as the paper's
 def shape_named(name: str) -> Shape:
     """A Shape of SHAPES or SEEING."""
     h, i, layers, heads, keys, vocabulary, tied = (SHAPES | SEEING)[name]
-    return Shape(h, i, layers, h, h // heads * keys, vocabulary, tied)
+    tower = None
+    if name in SEEING:  # patches of 2 x 14 x 14 pixels, 2 x 2 of them a token
+        rest = 3 * 2 * 14 * 14 * TOWER[0] + 4 * TOWER[0] * (4 * TOWER[0] + h)
+        tower = Shape(*TOWER, rest=rest, patches=4)
+    return Shape(h, i, layers, h, h // heads * keys, vocabulary, tied, tower=tower)
 
 
 def random_qwen(shape: tuple):
@@ -79,30 +81,6 @@ def random_qwen(shape: tuple):
         tie_word_embeddings=tied,
     )
     return Qwen2ForCausalLM(config)
-
-
-def predict_tower(shape: Shape, setting: Setting, freeze: bool) -> dict:
-    """What the vision tower adds to predict's parts, if no picture of the PICTURE_SHARE of the
-    tokens returns. freeze: --freeze-vision, where it has weights alone."""
-    four, rank = TOWER.hidden * MERGE**2, setting.lora_rank
-    merger = [(four, four), (four, shape.hidden)]
-    # a tower's feed-forward has three matrices, its attention four: those of a decoder
-    dense = TOWER.dense + PATCH * TOWER.hidden + sum(a * b for a, b in merger)
-    adapter = TOWER.adapter + sum(a + b for a, b in merger)
-    patches = setting.tokens * PICTURE_SHARE * MERGE**2
-    layer = patches * kept_by_layer(TOWER, setting.dtype)
-    activations = (TOWER.layers + 1) * layer
-    if setting.recompute:
-        activations = patches * TOWER.layers * TOWER.hidden * 4 + 2 * layer
-    copied = setting.prm_copy and not rank  # else the PRM has an adapter on the policy
-    if freeze:
-        return {"policy": dense * (2 if rank else 4), "PRM": dense * 4 * copied}
-    return {
-        "policy": dense * 2 + 16 * adapter * rank if rank else 16 * dense / setting.cards,
-        "PRM": 16 * dense / setting.cards if copied else 16 * adapter * setting.second_rank,
-        "weights gathered or cast": 0 if rank else dense * 2,
-        "activations": activations,
-    }
 
 
 def networks(build, lora, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) -> list:
@@ -130,16 +108,16 @@ def measure(path: str, setting: Setting) -> None:
     take at their first use, an update of a tiny model has taken before."""
     istar = load_script("istar_sokoban")
     from runtime.data import Step, Trajectory, flatten
+    from runtime.distributed import fsdp, processes
     from runtime.flags import RunArgs
     from runtime.networks import batch_logprobs, recompute_layers
 
     import torch
     from transformers import AutoModelForCausalLM
 
-    cuda = torch.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
-    run_args = RunArgs(micro_batch_tokens=setting.tokens, dtype=setting.dtype)
-    args = istar.Args(run_args=run_args, minibatches=1)
+    flags = dict(dtype=setting.dtype, processes=setting.cards, engine="vllm")
+    args = istar.Args(run_args=RunArgs(micro_batch_tokens=setting.tokens, **flags), minibatches=1)
+    device, cuda = processes.start(args), torch.cuda.is_available()
 
     def build(kind):
         if path in SHAPES:
@@ -167,7 +145,9 @@ def measure(path: str, setting: Setting) -> None:
         advantages = torch.linspace(-1, 1, len(batch.step_traj))
         istar.policy_update(policy, batch, old, advantages, args)
 
-    policy, *prm = networks(tiny, istar.lora, 4, setting.dtype)
+    policy, *prm = networks(tiny, istar.lora, 0 if fsdp.wanted() else 4, setting.dtype)
+    if fsdp.wanted():
+        fsdp.shard_all([policy, *prm], setting.dtype, device)
     update(policy, prm, 2, 3, 1)
     del policy, prm
     gc.collect()
@@ -181,17 +161,27 @@ def measure(path: str, setting: Setting) -> None:
     policy, *prm = networks(build, istar.lora, *sizes)
     if setting.recompute:
         assert recompute_layers([network.model for network in (policy, *prm)])
+    if fsdp.wanted():
+        fsdp.shard_all([policy, *prm], setting.dtype, device)
     update(policy, prm, 2, 3, 1)  # the moments are there from now on
-    update(policy, prm, setting.tokens // 128, 48, 16)  # two micro-batches, a quarter actions
+    # two micro-batches in each process, a quarter of them actions
+    update(policy, prm, setting.tokens // 128 * setting.cards, 48, 16)
     shape = vars(shape_of(policy.model.config))
     print(json.dumps({"peak": memory() - before, "shape": shape, "gpu": cuda}))
+    processes.end()
 
 
 def measured(path: str, setting: Setting) -> tuple[float, float]:
     """(measured, predicted) bytes of a model, from a process of its own, which gives freed memory
     back at once: what is measured is what is needed, and not the allocator's holes."""
-    command = [sys.executable, __file__, "--measure", path, json.dumps(vars(setting))]
+    command = [__file__, "--measure", path, json.dumps(vars(setting))]
+    if setting.cards > 1:
+        launcher = ["accelerate.commands.launch", "--config_file", ROOT / "configs" / "fsdp.yaml"]
+        launcher += ["--num_processes", setting.cards, "--main_process_port", 0]
+        command = ["-m", *map(str, launcher), *command]
+    command = [sys.executable, *command]
     environment = os.environ | {"WANDB_MODE": "offline", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
@@ -206,14 +196,15 @@ def trains(setting: Setting) -> str:
 
 def measured_lines(arguments) -> list[str]:
     """The table of what was measured, a row for each setting."""
-    titles = "model | dtype | trains | PRM | checkpointing | tokens | predicted | measured | ratio"
-    lines = [f"| {titles} |", f"|{'---|' * 9}"]
-    paths = {"tiny": str(TINY), "smollm2": arguments.smollm2}
-    ways = itertools.product(arguments.dtypes, arguments.tokens, (0, 16), (False, True), (16, 0))
-    for model, (dtype, tokens, rank, recompute, prm) in itertools.product(arguments.models, ways):
-        setting = Setting(tokens, 0.25, rank, prm, dtype=dtype, recompute=recompute)
-        peak, total = measured(paths.get(model, model), setting)
-        cells = [model, dtype, trains(setting), "yes" if prm else "no"]
+    titles = "model | dtype | trains | processes | PRM | checkpointing | tokens"
+    lines = [f"| {titles} | predicted | measured | ratio |", f"|{'---|' * 10}"]
+    kinds = [(0, 1), (LESS, 1), (0, 2)]
+    ways = itertools.product(arguments.dtypes, arguments.tokens, kinds, (False, True), (16, 0))
+    for model, (dtype, tokens, kind, recompute, prm) in itertools.product(arguments.models, ways):
+        rank, cards = kind
+        setting = Setting(tokens, 0.25, rank, prm, dtype=dtype, recompute=recompute, cards=cards)
+        peak, total = measured(str(TINY) if model == "tiny" else model, setting)
+        cells = [model, dtype, trains(setting), str(cards), "yes" if prm else "no"]
         cells += ["yes" if recompute else "no", f"{tokens:,}", f"{total / 2**20:,.0f}"]
         cells += [f"{peak / 2**20:,.0f}", f"{total / peak:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -227,7 +218,7 @@ def predicted_lines() -> list[str]:
     titles = " | ".join(f"{tokens:,} tokens" for tokens in TOKENS)
     lines = [f"| model | trains | PRM | cards | {titles} |", f"|{'---|' * (4 + len(TOKENS))}"]
     kinds = [(0, 1), (0, 8), (LORA_RANK, 1)]
-    for name, (rank, cards), prm in itertools.product(SHAPES, kinds, (PRM_RANK, 0)):
+    for name, (rank, cards), prm in itertools.product(LARGE, kinds, (PRM_RANK, 0)):
         cells = []
         for tokens in TOKENS:
             setting = Setting(tokens, 0.25, rank, prm, cards=cards)
@@ -244,7 +235,7 @@ def predicted_lines() -> list[str]:
 def fitting_lines() -> list[str]:
     """The flags that fit iStar on one card and on eight, for each model and length."""
     lines = ["| model | tokens | on one card | all weights, on eight |", f"|{'---|' * 4}"]
-    for name, tokens in itertools.product(SHAPES, TOKENS):
+    for name, tokens in itertools.product(LARGE, TOKENS):
         cells = []
         for cards in (1, 8):
             start = Setting(tokens, 0.25, 0, PRM_RANK, cards=cards)
@@ -276,7 +267,7 @@ def saving_lines() -> list[str]:
     the time."""
     titles = "model | trains | cards | checkpoint [GB] | saving [s] | iteration [s]"
     lines = [f"| {titles} | share, after every iteration | 5 % after |", f"|{'---|' * 8}"]
-    for name, (rank, cards) in itertools.product(SHAPES, [(0, 8), (LORA_RANK, 1)]):
+    for name, (rank, cards) in itertools.product(LARGE, [(0, 8), (LORA_RANK, 1)]):
         shape, setting = shape_named(name), Setting(4096, 0.25, rank, PRM_RANK, cards=cards)
         size = checkpoint_size(shape, setting)
         # a forward pass for old log-probabilities, four for the PRM, three for the update; the
@@ -299,10 +290,8 @@ def seeing_lines() -> list[str]:
     for name, (rank, freeze) in itertools.product(SEEING, kinds):
         cells = []
         for recompute in (False, True):
-            setting = Setting(8192, 0.25, rank, PRM_RANK, recompute=recompute)
-            parts = predict(shape_named(name), setting)
-            tower = predict_tower(shape_named(name), setting, freeze)
-            cells.append(f"{(sum(parts.values()) + sum(tower.values())) / GIB:.0f}")
+            setting = Setting(8192, 0.25, rank, PRM_RANK, recompute=recompute, freeze_vision=freeze)
+            cells.append(f"{needed(shape_named(name), setting, gpu=True) / GIB:.0f}")
         who = trains(setting) + " of the language side" * freeze
         lines.append(f"| {name} | {who} | {' | '.join(cells)} |")
     return lines
@@ -312,9 +301,8 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    models = "tiny, smollm2, or one of " + ", ".join(SHAPES)
+    models = "tiny, or one of " + ", ".join(SHAPES)
     add("--models", nargs="*", default=["tiny"], help=models)
-    add("--smollm2", default="", help="its directory")
     add("--tokens", nargs="+", type=int, default=[2048, 4096], help="--micro-batch-tokens")
     add("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16"))
     results = ROOT / "benchmarks" / "results"
@@ -324,8 +312,6 @@ def main() -> None:
     if arguments.measure:
         path, setting = arguments.measure
         return measure(path, Setting(**json.loads(setting)))
-    if "smollm2" in arguments.models and not arguments.smollm2:
-        sys.exit("--models smollm2: --smollm2 says where it is")
 
     lines = [f"`{' '.join(['python benchmarks/memory.py', *sys.argv[1:]])}`", ""]
     if arguments.models:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from memory import GIB, RATE, predict_tower, shape_named
+from memory import GIB, RATE, shape_named
 from throughput import ROOT, load_script
 
 sys.path.insert(0, str(ROOT))
@@ -167,10 +167,7 @@ def gigabytes(row: Row) -> float:
     script, flags = words_of(row)
     args = arguments(script, flags)
     setting, shape = setting_of(args, CARDS), MODELS[args.model]
-    tower = 0.0
-    if "VL" in args.model:
-        tower = sum(predict_tower(shape, setting, freeze=False).values())
-    return (needed(shape, setting, gpu=True) + tower) / GIB
+    return needed(shape, setting, gpu=True) / GIB
 
 
 def card_hours(row: Row) -> float:

@@ -12,6 +12,7 @@ GIB = 2**30
 SPARE = 1.1  # a GPU's memory is cut into pieces: so much more than the tensors
 LOGITS = 2**28  # of them at a time (networks.py)
 FEWER = 64  # --policy-lora-rank that is proposed
+PICTURES = 0.25  # of a context's tokens, those that stand for pictures: assumed
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Shape:
     vocabulary: int
     tied: bool  # the head's weights are the embedding's
     head_norms: bool = False  # queries and keys are normalised (Qwen3)
+    rest: int = 0  # weights of a tower that are in no layer
+    patches: int = 0  # of a tower: so many make a token
+    tower: "Shape | None" = None  # what sees pictures
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -43,7 +47,7 @@ class Shape:
 
     @property
     def dense(self) -> int:
-        return self.layers * self.layer + self.embeddings
+        return self.layers * self.layer + self.embeddings + self.rest
 
     @property
     def adapter(self) -> int:
@@ -63,6 +67,7 @@ class Setting:
     own_base: int = 0  # bytes of a weight of a model that is not the policy's; 16: it trains
     dtype: str = "bfloat16"
     recompute: bool = False  # --gradient-checkpointing
+    freeze_vision: bool = False  # the tower does not train
     cards: int = 1  # that share a policy which is trained whole (FSDP)
     engine_share: float = 0.4  # of a card, the engine's while it samples; 0: it is elsewhere
 
@@ -90,41 +95,65 @@ def shape_of(config) -> Shape | None:
     keys = getattr(config, "num_key_value_heads", None) or heads
     of_whole = getattr(whole, "tie_word_embeddings", False)
     tied = bool(getattr(config, "tie_word_embeddings", of_whole))
-    norms = config.model_type.startswith("qwen3")
-    return Shape(hidden, inner, layers, heads * width, keys * width, vocabulary, tied, norms)
+    norms, tower = config.model_type.startswith("qwen3"), None
+    if whole.model_type == "qwen2_5_vl":
+        seeing = whole.vision_config
+        wide, patches = seeing.hidden_size, seeing.spatial_merge_size**2
+        rest = wide * patches * (wide * patches + hidden)
+        rest += wide * seeing.in_channels * seeing.temporal_patch_size * seeing.patch_size**2
+        sizes = wide, seeing.intermediate_size, seeing.depth, wide, wide, 0, True
+        tower = Shape(*sizes, rest=rest, patches=patches)
+    sizes = hidden, inner, layers, heads * width, keys * width, vocabulary, tied, norms
+    return Shape(*sizes, tower=tower)
 
 
 def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float]:
     """Bytes at the peak of an iteration, by what they are for. Weights that train have four float32
-    numbers each (value, gradient, two moments), frozen ones one of --dtype. gpu: else the matrix
-    library has buffers, measured to be about as large as the largest matrix."""
-    adapted = bool(setting.lora_rank)
-    policy = 16 * shape.dense / setting.cards
-    if adapted:
-        policy = setting.number * shape.dense + 16 * shape.adapter * setting.lora_rank
-    prm = 16 * shape.adapter * setting.second_rank + setting.own_base * shape.dense
+    numbers each (value, two moments, gradient), frozen ones one: of --dtype beside an adapter of
+    the policy's, else float32. One network has gradients at a time. gpu: else the matrix library
+    has buffers, measured to be about as large as the largest matrix."""
+    adapted, cards, number = bool(setting.lora_rank), setting.cards, setting.number
+    trained, adapter, frozen, root = shape.dense, shape.adapter, 0, shape.embeddings
+    sees = shape.tower and not setting.freeze_vision
+    if shape.tower:
+        root += shape.tower.rest
+        frozen = 0 if sees else shape.tower.dense
+        trained, adapter = trained + sees * shape.tower.dense, adapter + sees * shape.tower.adapter
+    first = adapter * setting.lora_rank if adapted else trained / cards  # numbers that train
+    policy = 12 * first + (number * (trained + frozen) if adapted else 4 * frozen / cards)
+    second = adapter * setting.second_rank / (1 if setting.own_base else cards)
+    prm = 12 * second + setting.own_base * trained
     if setting.prm_copy and not adapted:
-        prm = 16 * shape.dense / setting.cards
-    gathered = 0.0
-    if setting.cards > 1:  # a layer and the next one, and what belongs to none; with gradients
-        gathered = 2 * setting.number * (2 * shape.layer + shape.embeddings)
+        second, prm = first, policy
+    elif setting.own_base == 16:
+        second, prm = trained / cards, 12 * trained / cards
+    cast = 0.0
+    if cards > 1:  # what belongs to no layer, a layer and the next one; gradients, whole and summed
+        cast = number * (2 * root + 3 * shape.layer) + 4 * shape.layer
     elif setting.dtype == "bfloat16" and not adapted:  # autocast's copy, kept for the backward pass
-        gathered = 2 * shape.dense
-    layer = setting.tokens * kept_by_layer(shape, setting.dtype)
-    activations = (shape.layers + 1) * layer  # and one layer's gradients
-    if setting.recompute:  # what goes into each layer, and one layer with its gradients
-        stream = 2 if adapted and setting.dtype == "bfloat16" else 4
-        activations = setting.tokens * shape.layers * shape.hidden * stream + 2 * layer
+        cast = 2 * (trained + frozen)
+    activations = kept(shape, setting, setting.tokens)
+    if sees:
+        activations += kept(shape.tower, setting, setting.tokens * PICTURES * shape.tower.patches)
     logits = min(setting.tokens * setting.action_share * shape.vocabulary, LOGITS)
-    logits *= 4 * 3  # values, softmax, gradient
     return {
         "policy": policy,
         "PRM": prm,
-        "weights gathered or cast": gathered,
+        "gradients": 4 * max(first, second),
+        "weights gathered or cast": cast,
         "activations": activations,
-        "logits": logits,
+        "logits": logits * 4 * 3,  # values, softmax, gradient
         "buffers": 0.0 if gpu else 4 * shape.vocabulary * shape.hidden,
     }
+
+
+def kept(shape: Shape, setting: Setting, tokens: float) -> float:
+    """What all layers keep of so many tokens or patches for their backward pass [bytes]."""
+    layer = tokens * kept_by_layer(shape, setting.dtype)
+    if not setting.recompute:
+        return (shape.layers + 1) * layer  # and one layer's gradients
+    stream = 2 if setting.lora_rank and setting.dtype == "bfloat16" else 4
+    return tokens * shape.layers * shape.hidden * stream + 2 * layer  # what goes into each, and one
 
 
 def kept_by_layer(shape: Shape, dtype: str) -> int:
@@ -139,17 +168,13 @@ def kept_by_layer(shape: Shape, dtype: str) -> int:
 
 
 def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
-    """Bytes that a card has to have, or a machine without one for this process."""
-    parts = predict(shape, setting, gpu)
-    engine = setting.number * shape.dense if setting.engine_share else 0
+    """Bytes that a card has to have, or a machine without one for this process. A card's engine
+    sleeps during an update; afterwards it has its share beside what the trainer keeps."""
+    parts, share = predict(shape, setting, gpu), setting.engine_share
+    engine = setting.number * (shape.dense + (shape.tower.dense if shape.tower else 0))
     if not gpu:
-        return sum(parts.values()) + engine
-    gradients = 4 * shape.dense / setting.cards
-    if setting.lora_rank:
-        gradients = 4 * shape.adapter * setting.lora_rank
-    resident = parts["policy"] - gradients + parts["PRM"]
-    share = setting.engine_share
-    need = max(SPARE * sum(parts.values()), resident / (1 - share))
+        return sum(parts.values()) + (engine if share else 0)
+    need = max(SPARE * sum(parts.values()), (parts["policy"] + parts["PRM"]) / (1 - share))
     return max(need, engine / share) if share else need
 
 
@@ -181,7 +206,7 @@ def setting_of(args, cards: int) -> Setting:
     elif hasattr(args, "prm_score") and not args.policy_lora_rank:  # PRIME's: on a float32 copy
         own_base = 4
     episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
-    longest = args.max_context_tokens
+    longest, share = args.max_context_tokens, run_args.engine_gpu_share
     return Setting(
         tokens=min(max(run_args.micro_batch_tokens, longest), episodes * longest),
         action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
@@ -191,8 +216,9 @@ def setting_of(args, cards: int) -> Setting:
         own_base=own_base,
         dtype=run_args.dtype,
         recompute=run_args.gradient_checkpointing,
+        freeze_vision=getattr(args.world, "freeze_vision", False),
         cards=cards,
-        engine_share=0.0 if run_args.engine_url else run_args.engine_gpu_share,
+        engine_share=0.0 if run_args.engine_url or run_args.engine == "hf" else share,
     )
 
 
