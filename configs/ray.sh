@@ -11,9 +11,12 @@ shift 2
 gpus=${GPUS-8}
 processes=${PROCESSES:-$gpus}  # without a GPU: GPUS=0 PROCESSES=2
 
-command=(
-    torchrun --standalone --nproc_per_node "$processes"
-    "$script" --processes "$processes" --run-name "$name" --resume auto "$@"
-)
+# all processes share the policy, unless an adapter is trained
+case " $* " in
+*" --policy-lora-rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
+    launcher=(torchrun --standalone --nproc_per_node "$processes") ;;
+*) launcher=(accelerate launch --config_file configs/fsdp.yaml --num_processes "$processes") ;;
+esac
+command=("${launcher[@]}" "$script" --processes "$processes" --run-name "$name" --resume auto "$@")
 ray job submit --address "${RAY_ADDRESS:-http://127.0.0.1:8265}" --entrypoint-num-gpus "$gpus" -- \
     bash -c "cd $(printf %q "$PWD") && PATH=$(printf %q "$PATH") $(printf '%q ' "${command[@]}")"

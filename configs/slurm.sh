@@ -1,6 +1,7 @@
 #!/bin/bash
 # A run on two machines with eight GPUs each, from the repository's directory, which all of them see:
-#     sbatch configs/slurm.sh istar_webshop.py --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16 ...
+#     sbatch configs/slurm.sh istar_webshop.py --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16 \
+#         --gradient-checkpointing ...    # for 16 cards of 80 GB
 # Where the job ends early and is queued again, the same command goes on with the same run.
 #SBATCH --job-name=istar
 #SBATCH --nodes=2
@@ -19,8 +20,19 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*}
 processes=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
 
-# torchrun starts a process for each GPU of its machine
-srun --kill-on-bad-exit=1 torchrun \
-    --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" \
-    --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID" \
+# one process for each GPU of a machine; all of them share the policy, unless an adapter is trained
+case " $* " in
+*" --policy-lora-rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
+    launcher=(
+        torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE"
+        --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID"
+    ) ;;
+*)
+    launcher=(
+        accelerate launch --config_file configs/fsdp.yaml
+        --num_machines "$SLURM_NNODES" --num_processes "$processes"
+        --rdzv_backend c10d --main_process_ip "$first" --main_process_port 29500
+    ) ;;
+esac
+srun --kill-on-bad-exit=1 "${launcher[@]}" \
     "$script" --processes "$processes" --run-name "slurm-$SLURM_JOB_ID" --resume auto "$@"

@@ -70,11 +70,19 @@ def test_slurm_starts_a_process_for_each_gpu_of_all_machines(tmp_path, monkeypat
     environment = shims(tmp_path, srun=SAYS, scontrol=HOSTS) | JOB
     words = ["istar_webshop.py", "--model", "a b", "--alpha", "1"]
     said = started(["bash", ROOT / "configs/slurm.sh", *words], tmp_path, environment).splitlines()
-    assert said[:2] == ["--kill-on-bad-exit=1", "torchrun"]
+    assert said[:3] == ["--kill-on-bad-exit=1", "accelerate", "launch"]
     place = said.index("istar_webshop.py")
-    told = dict(zip(said[2:place:2], said[3:place:2]))
-    assert (told["--nnodes"], told["--nproc_per_node"]) == ("2", "8")
+    told = dict(zip(said[3:place:2], said[4:place:2]))
+    assert (told["--config_file"], told["--num_machines"]) == ("configs/fsdp.yaml", "2")
+    assert (told["--num_processes"], told["--rdzv_backend"]) == ("16", "c10d")
+    assert (told["--main_process_ip"], told["--main_process_port"]) == ("one", "29500")
+    adapter = ["bash", ROOT / "configs/slurm.sh", *words, "--policy-lora-rank", "64"]
+    copies = started(adapter, tmp_path, environment).splitlines()
+    place = copies.index("istar_webshop.py")
+    told = dict(zip(copies[2:place:2], copies[3:place:2]))
+    assert (copies[1], told["--nnodes"], told["--nproc_per_node"]) == ("torchrun", "2", "8")
     assert (told["--rdzv_endpoint"], told["--rdzv_id"]) == ("one:29500", "7")
+    assert said[said.index("istar_webshop.py") :] == copies[place:-2]
     flags = parsed(said, monkeypatch)
     assert (flags["processes"], flags["model"], flags["alpha"]) == (16, "a b", 1.0)
     assert (flags["resume"], flags["run_name"]) == ("auto", "slurm-7")
