@@ -23,9 +23,10 @@ outcomes of 0 and 1); an invalid answer takes 0.1 off A, as in every script (its
 V(s_t+1)). w = 0 is grpo_sokoban.py bit for bit.
 
     python g2po_visual_sokoban.py                   # the tiny model: 20 minutes on one CPU core
-    python g2po_visual_sokoban.py --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
-        --dtype bfloat16 --learning-rate 1e-6 --freeze-vision --max-action-tokens 256 \\
-        --max-context-tokens 8192
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        g2po_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
+        --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \\
+        --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 
 import random

@@ -12,9 +12,10 @@ pi_theta: the policy in training.
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
 
     python grpo_visual_sokoban.py                  # the tiny model: 20 minutes on one CPU core
-    python grpo_visual_sokoban.py --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
-        --dtype bfloat16 --learning-rate 1e-6 --freeze-vision --max-action-tokens 256 \\
-        --max-context-tokens 8192
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        grpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
+        --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \\
+        --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 
 import random

@@ -18,8 +18,10 @@ that step, as in the authors' code. No KL to a reference, no entropy bonus, no d
 istar_sotopia.py is the same page with our changes; the diff of the two says what they are.
 
     python istar_paper_sotopia.py                     # own scenarios, judged by rule: 6 minutes
-    python istar_paper_sotopia.py --sotopia-data DIR --partner self --judge-url https://HOST/v1 \\
-        --judge-model NAME --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16  # see docs/worlds.md
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        istar_paper_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
+        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
+        --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
 """
 
 import math

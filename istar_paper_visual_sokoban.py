@@ -18,9 +18,11 @@ that step, as in the authors' code. No KL to a reference, no entropy bonus, no d
 istar_visual_sokoban.py is the same page with our changes; the diff of the two says what they are.
 
     python istar_paper_visual_sokoban.py            # the tiny model: 40 minutes on one CPU core
-    python istar_paper_visual_sokoban.py --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
-        --dtype bfloat16 --freeze-vision --max-action-tokens 256 --max-context-tokens 8192 \\
-        --history 2 --learning-rate 5e-7 --prm-learning-rate 1e-6  # docs/paper.md: on eight cards
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        istar_paper_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --freeze-vision \\
+        --max-action-tokens 256 --max-context-tokens 8192 --history 2 --learning-rate 5e-7 \\
+        --prm-learning-rate 1e-6  # on eight cards of 80 GB
 """
 
 import math

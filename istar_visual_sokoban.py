@@ -17,9 +17,11 @@ Also ours, not in istar_paper_visual_sokoban.py: r_phi less its slope on log pi_
 replay, the ridge (r_phi^2), A^S for valid answers in groups with a pair, pairs of equal length.
 
     python istar_visual_sokoban.py                  # the tiny model: 40 minutes on one CPU core
-    python istar_visual_sokoban.py --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
-        --dtype bfloat16 --learning-rate 1e-6 --freeze-vision --max-action-tokens 256 \\
-        --max-context-tokens 8192 --lr-halving inf --prm-learning-rate 1e-5
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        istar_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \\
+        --freeze-vision --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf \\
+        --prm-learning-rate 1e-5  # on eight cards of 80 GB
 """
 
 import random

@@ -16,8 +16,10 @@ The paper's mean and std are over tokens; here each step counts once. A group of
 c = 0 and gets what mean c leaves it.
 
     python reinforce_pp_sotopia.py                  # own scenarios, judged by rule: 4 minutes
-    python reinforce_pp_sotopia.py --sotopia-data DIR --partner self --judge-url https://HOST/v1 \\
-        --judge-model NAME --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16  # see docs/worlds.md
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        reinforce_pp_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
+        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
+        --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
 """
 
 import random

@@ -12,8 +12,10 @@ episodes; pi_theta: the policy in training.
 Left out, as in istar_sotopia.py: KL to a reference, entropy bonus, dual clip.
 
     python rloo_sotopia.py                          # own scenarios, judged by rule: 4 minutes
-    python rloo_sotopia.py --sotopia-data DIR --partner self --judge-url https://HOST/v1 \\
-        --judge-model NAME --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16  # see docs/worlds.md
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
+        rloo_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
+        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
+        --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
 """
 
 import random

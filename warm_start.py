@@ -12,7 +12,8 @@ where the world shows pictures. Training stops when success on held-out training
 docs/worlds.md has the commands that made the tiny models.
 
     python warm_start.py --out models/tiny-sokoban
-    python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm --learning-rate 1e-5
+    python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm \\
+        --learning-rate 1e-5  # one card of 48 GB
 """
 
 import asyncio
