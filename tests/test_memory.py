@@ -189,6 +189,13 @@ def test_the_engines_share_of_a_card_is_the_flags():
     assert here - elsewhere == engine
 
 
+def test_an_engine_elsewhere_or_on_the_trainers_model_takes_no_share():
+    for flags, share in (({}, 0.4), ({"engine": "hf"}, 0), ({"engine_url": ("http://a:8000",)}, 0)):
+        args = arguments()
+        vars(args.run_args).update(flags)
+        assert setting_of(args, 1).engine_share == share
+
+
 @pytest.mark.parametrize("memory", (200, 79, 40, 23))
 @pytest.mark.parametrize("tokens", (2048, 16384))
 def test_what_is_proposed_fits(memory, tokens):
