@@ -180,7 +180,7 @@ def measured(path: str, setting: Setting) -> tuple[float, float]:
         launcher += ["--num_processes", setting.cards, "--main_process_port", 0]
         command = ["-m", *map(str, launcher), *command]
     command = [sys.executable, *command]
-    environment = os.environ | {"WANDB_MODE": "offline", "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    environment = os.environ | {"WANDB_MODE": "offline", "MALLOC_MMAP_THRESHOLD_": "100000"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
