@@ -101,8 +101,9 @@ def pytest_collection_modifyitems(items):
 
 
 def environment(script: str) -> str:
-    """The world of a script: istar_webshop_ablations is of webshop."""
-    return next(world for world in PANEL if f"_{world}" in script)
+    """The world of a script: istar_webshop_ablations is of webshop. textgame has no model of its
+    own, so tests/test_textgames.py runs its scripts, and no other."""
+    return next(world for world in (*PANEL, "textgame") if f"_{world}" in script)
 
 
 def default_model(script: str) -> Path:
