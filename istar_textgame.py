@@ -13,8 +13,8 @@ answer; pi_old: the policy that played this iteration's episodes; pi_theta: the 
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
 pi_phi is the policy's own weights plus a LoRA adapter, so r_phi is what the adapter has learnt.
-Also ours: the skill, the replay, the ridge (r_phi^2), A^S only for valid answers of groups with a
-pair, pairs over their first min(T+, T-) steps. istar_paper_sokoban.py has none of these.
+Also ours, not in istar_paper_sokoban.py: r_phi less its slope on log pi_old, the skill, the
+replay, the ridge (r_phi^2), A^S for valid answers in groups with a pair, pairs of equal length.
 
 The first command only shows that it runs: the tiny model is Sokoban's, and nothing that it writes
 here has the form of an answer. The second one needs a GPU and was not run.
@@ -232,6 +232,14 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
     return beta * (prm_logprobs - old_logprobs)
 
 
+def policy_slope(rewards, log_old, step_group) -> torch.Tensor:
+    """Slope of r_phi on log pi_old within groups, from [s] each. A PRM that only sharpens the
+    policy ranks pairs too, since rare answers are often wrong, and confirms what pi_old prefers."""
+    means = torch.bincount(step_group, log_old) / torch.bincount(step_group)  # of each group
+    centred = log_old - means[step_group]
+    return (centred @ rewards) / centred.square().sum().clamp(min=1e-9)
+
+
 def margins(rewards, step_traj, pairs: list) -> torch.Tensor:
     """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both: a
     failure runs to the step limit, and length alone would decide."""
@@ -249,10 +257,7 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 
 
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
-    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes; statistics.
-
-    The loss depends on the PRM through S numbers, so its gradient takes the memory of one
-    micro-batch: d loss / d log pi_phi(a_t|o_1:t) * gradient of this log-probability, summed."""
+    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
     log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
@@ -287,9 +292,8 @@ def skill(accuracies: list[float], window: int = 5) -> float:
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """Logged of steps with these A^E, weighted A^S and progress (the world's own), [s] each:
-    mean |A^S| over mean |A^E|, and Pearson's correlation of A^S with progress, which no algorithm
-    sees (0 where nothing varies)."""
+    """Logged of steps, [s] each: mean |weighted A^S| over mean |A^E|, and Pearson's correlation of
+    A^S with the world's progress, which no algorithm sees (0 where nothing varies)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -347,6 +351,11 @@ def main():
         log_phi = sum_per_step(batch_logprobs(prm, batch, args), batch)  # [S] before it learns
         rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
+        step_group = batch.group[batch.step_traj]  # [S]
+        paired = torch.isin(step_group, batch.group[[winner for winner, _ in pairs]])  # [S]
+        credited = paired & ~batch.invalid  # no pair: no signal; invalid: rare is not good
+        slope = policy_slope(rewards[credited], log_old[credited], step_group[credited])
+        rewards = rewards - slope * log_old  # [S] what pi_old's preference does not explain
         run.log("prm", {"pairs": len(pairs), "pair_accuracy": None})
         if pairs:
             right = (margins(rewards, batch.step_traj, pairs).sign() + 1) / 2  # [P] a tie: 0.5
@@ -362,9 +371,6 @@ def main():
 
         # ------------ 4. Advantages: A = A^E + alpha * skill * A^S - penalty ------------
         episode_adv = episode_advantages(batch, args.estimator)  # [S]
-        step_group = batch.group[batch.step_traj]  # [S]
-        paired = torch.isin(step_group, batch.group[[winner for winner, _ in pairs]])  # [S]
-        credited = paired & ~batch.invalid  # no pair: no signal; invalid: rare is not good
         step_adv = torch.zeros_like(rewards)  # [S]
         step_adv[credited] = step_advantages(rewards[credited], step_group[credited])
 
