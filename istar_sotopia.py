@@ -17,10 +17,7 @@ Also ours, not in istar_paper_sotopia.py: r_phi less its slope on log pi_old, th
 replay, the ridge (r_phi^2), A^S for valid answers in groups with a pair, pairs of equal length.
 
     python istar_sotopia.py                         # own scenarios, judged by rule: 6 minutes
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        istar_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
-        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
-        --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
+docs/worlds.md has the command for a model of 7B parameters, which plays itself before a judge.
 """
 
 import random

@@ -17,14 +17,13 @@ Also ours, not in istar_paper_sokoban.py: r_phi less its slope on log pi_old, th
 replay, the ridge (r_phi^2), A^S for valid answers in groups with a pair, pairs of equal length.
 
 The first command only shows that it runs: the tiny model is Sokoban's, and nothing that it writes
-here has the form of an answer. The second one needs a GPU and was not run.
+here has the form of an answer. The second one was not run.
 
     pip install --no-deps -r requirements-games.txt  # the games' packages, which are optional
     python istar_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
-    python istar_textgame.py --game twx:coin --max-steps 30 \\
-        --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 16384 --gradient-checkpointing \\
-        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5
+    python istar_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
+        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\
+        --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 1e-5  # one card of 80 GB
 """
 
 import random

@@ -12,14 +12,13 @@ episodes; pi_theta: the policy in training.
 Left out, as in istar_textgame.py: KL to a reference, entropy bonus, dual clip.
 
 The first command only shows that it runs: the tiny model is Sokoban's, and nothing that it writes
-here has the form of an answer. The second one needs a GPU and was not run.
+here has the form of an answer. The second one was not run.
 
     pip install --no-deps -r requirements-games.txt  # the games' packages, which are optional
     python rloo_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
-    python rloo_textgame.py --game twx:coin --max-steps 30 \\
-        --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 16384 \\
-        --learning-rate 1e-6 --lr-halving inf
+    python rloo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
+        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\
+        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 
 import random

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from benchmarks.memory import CARD, shape_named
 
 PAGES = [ROOT / "README.md", ROOT / "envs/README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.remove(ROOT / "docs/results.md")  # what was run, with the flags of its time
 CONFIGS = sorted((ROOT / "configs").iterdir())
 SCRIPTS = [ROOT / f"{name}.py" for name in (*TRAINERS, "warm_start")]
 MODELS = {  # by --model
