@@ -115,11 +115,6 @@ class Run:
 
         if lora is not None:
             model = add_adapter(model, "policy", lora)
-            if self.engine_kind == "vllm" and run_args.dtype != "float32":
-                rounds = f"vLLM samples with base + adapter rounded to {run_args.dtype}"
-                gap = "which small updates do not survive (policy/engine_gap)"
-                way = "--engine hf and --engine-url add the adapter itself"
-                terminal.warn(f"--policy-lora-rank: {rounds}, {gap}; {way}")
         self.policy_model = model if fsdp.wanted() else model.to(self.device)
         return self.policy_model, self.engine, self.chat
 

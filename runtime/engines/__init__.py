@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Sample = tuple[list[int], list[float]]  # sampled ids, and the log-probability of each [nats]
+LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # for which vLLM makes room
 
 
 class EngineError(RuntimeError):
@@ -88,6 +89,13 @@ class Engine:
 
     def forget_requests(self) -> None:
         self.asked, self.owed = [], {}
+
+
+def lora_rank_for(rank: int) -> int:
+    """vLLM's max_lora_rank for an adapter of this rank. Raises EngineError where none is enough."""
+    if rank > LORA_RANKS[-1]:
+        raise EngineError(f"vLLM takes adapters up to rank {LORA_RANKS[-1]}")
+    return next(most for most in LORA_RANKS if most >= rank)
 
 
 def give(request: Request, sample: Sample) -> None:

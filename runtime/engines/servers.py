@@ -18,7 +18,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from runtime.distributed import processes
-from runtime.engines import EngineError, Sample, SamplingParams
+from runtime.engines import EngineError, Sample, SamplingParams, lora_rank_for
 from runtime.flags import shown
 from runtime.networks import assert_finite, on_cpu, policy_weights
 from runtime.saving.checkpoints import write_adapter
@@ -271,12 +271,13 @@ def missing_flags(config: dict, args) -> str:
         return (config.get(f"{part}_config") or {}).get(name)
 
     dtype, rank, length = args.run_args.dtype, args.policy_lora_rank, args.max_context_tokens
+    most = lora_rank_for(rank) if rank else 0
     on_cpu = of("device", "device") == "cpu"
     wrong = {
         "--logprobs-mode processed_logprobs": of("model", "logprobs_mode") != "processed_logprobs",
         f"--dtype {dtype}": of("model", "dtype") != f"torch.{dtype}",
         f"--max-model-len {length}": (of("model", "max_model_len") or 0) < length,
-        f"--enable-lora --max-lora-rank {rank}": (of("lora", "max_lora_rank") or 0) < rank,
+        f"--enable-lora --max-lora-rank {most}": (of("lora", "max_lora_rank") or 0) < rank,
         # on a CPU vLLM dies of a request with a seed whose context is read in parts
         "--no-enable-chunked-prefill --max-num-batched-tokens 8192": on_cpu
         and of("scheduler", "enable_chunked_prefill"),

@@ -1,4 +1,9 @@
-"""vLLM in this process, by its own step loop: a request for each turn of each episode."""
+"""vLLM in this process, by its own step loop: a request for each turn of each episode.
+
+It samples with the weights of a whole policy. A LoRA policy in bfloat16 is an adapter on --model's
+weights: added to them, an update much smaller than a weight is rounded away. In float32, which
+vLLM's LoRA kernels do not have, the sum is exact.
+"""
 
 import asyncio
 import contextlib
@@ -8,14 +13,17 @@ import hashlib
 import itertools
 import logging
 import os
+import tempfile
 import warnings
+from pathlib import Path
 
 from runtime.data import pictures_of
 from runtime.distributed import processes
-from runtime.engines import Engine, EngineError, SamplingParams, give
+from runtime.engines import Engine, EngineError, SamplingParams, give, lora_rank_for
 from runtime.engines.server_extension import repack_tied_head
 from runtime.models import first_line
 from runtime.networks import assert_finite, policy_weights
+from runtime.saving.checkpoints import write_adapter
 from runtime.view.terminal import warn
 from runtime.vision.pictures import never_sampled, opened
 
@@ -60,6 +68,12 @@ class VllmEngine(Engine):
             # what a picture becomes is asked of the tokenizer; one that many steps show is kept
             settings |= dict(skip_tokenizer_init=False, mm_device_do_normalize=False)
             settings |= dict(limit_mm_per_prompt={"image": args.max_steps, "video": 0})
+        self.takes_adapter = bool(args.policy_lora_rank) and args.run_args.dtype != "float32"
+        self.adapter, self.adapters = None, itertools.count(1)  # vLLM's request for it; new ids
+        if self.takes_adapter:
+            settings |= dict(enable_lora=True, max_lora_rank=lora_rank_for(args.policy_lora_rank))
+            tower = self.image_token is not None and not args.world.freeze_vision
+            settings |= dict(enable_tower_connector_lora=tower)
         if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
             settings |= dict(distributed_executor_backend="external_launcher")
         self.engine = functools.partial(LLM, path, **settings)
@@ -82,7 +96,7 @@ class VllmEngine(Engine):
         asked = [(self.prompt(r.context), self.sampling(r.sampling)) for r in new.values()]
         try:
             for name, request in zip(new, asked):
-                self.llm.llm_engine.add_request(name, *request)
+                self.llm.llm_engine.add_request(name, *request, lora_request=self.adapter)
             outputs, failed = self.llm.llm_engine.step(), ""
         except Exception as error:
             if self.restarts or processes.count() > 1:  # several start together or not at all
@@ -165,9 +179,12 @@ class VllmEngine(Engine):
         self.model = model
         if self.asleep:
             self.llm.wake_up(["weights"])  # the cache of keys comes when this takes no more memory
-        weights = {"weights_iterator": policy_weights(model)}
-        self.llm.collective_rpc("reload_weights", kwargs=weights)
-        self.llm.apply_model(self.repack_tied_head)
+        if self.takes_adapter:
+            self.take_adapter(model)
+        else:
+            weights = {"weights_iterator": policy_weights(model)}
+            self.llm.collective_rpc("reload_weights", kwargs=weights)
+            self.llm.apply_model(self.repack_tied_head)
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
             self.asleep = False
@@ -178,8 +195,22 @@ class VllmEngine(Engine):
 
     repack_tied_head = staticmethod(repack_tied_head)
 
+    def take_adapter(self, model) -> None:
+        """Take the policy's adapter in place of the last one, under an id of its own: what vLLM has
+        under a used id stays as it is."""
+        from vllm.lora.request import LoRARequest
+
+        number = next(self.adapters)
+        for old in self.llm.llm_engine.list_loras():
+            self.llm.llm_engine.remove_lora(old)
+        with tempfile.TemporaryDirectory() as path:  # vLLM reads it at once
+            write_adapter(Path(path), model, "policy", every_rank=True)
+            self.adapter = LoRARequest(f"policy-{number}", number, path)
+            self.llm.llm_engine.add_lora(self.adapter)
+
     def sleep(self) -> None:
-        """Leave the GPU to the trainer until the next load; no weights are kept."""
+        """Leave the GPU to the trainer until the next load. No weights are kept, but for the base
+        of an adapter, which waits on the host (level 1): no load brings it back."""
         if self.cuda and not self.asleep:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self.takes_adapter else 2)
             self.asleep = True

@@ -147,9 +147,10 @@ def kept(item):
     return replace(item, steps=steps, anchor=None)
 
 
-def write_adapter(path: Path, model, name: str) -> None:
+def write_adapter(path: Path, model, name: str, every_rank: bool = False) -> None:
+    """Write an adapter as peft's files, by the first process or by each to a path of its own."""
     weights = adapter_weights(model, name)
-    if processes.rank() == 0:
+    if every_rank or processes.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
         save_file(weights, path / "adapter_model.safetensors")
         model.peft_config[name].save_pretrained(path)
