@@ -15,6 +15,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import types
 
@@ -22,13 +23,13 @@ from runtime.data import Step, Trajectory, flatten
 from runtime.engines import EngineError, SamplingParams, answers, served
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
-from runtime.networks import Network, add_adapter, batch_logprobs, compute_with
+from runtime.networks import Network, add_adapter, batch_logprobs, compute_with, policy_weights
 
 import pytest
 import torch
 from conftest import ROOT, TINY, random_model, settings
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 STOP = json.loads((TINY / "config.json").read_text())["eos_token_id"]
 
@@ -537,6 +538,65 @@ def measure_vllm() -> dict:
     return gaps
 
 
+def measure_adapter() -> dict:
+    """How ten small steps of a LoRA policy in bfloat16 shift log-probabilities, in vLLM and in the
+    trainer. The model is a random one whose embeddings have a common part, as trained ones do."""
+    import vllm
+
+    config = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, vocab_size=512)
+    config |= dict(num_attention_heads=8, num_key_value_heads=4, initializer_range=0.03)
+    config |= dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    base = Qwen2ForCausalLM(Qwen2Config(**config)).bfloat16()
+    base.get_input_embeddings().weight.data += 0.1 * torch.randn(512).bfloat16()
+    args = settings(dtype="bfloat16", policy_lora_rank=60)  # for which vLLM makes room for 64
+    lora = LoraConfig(r=60, lora_alpha=60, target_modules="all-linear")
+    model = add_adapter(copy.deepcopy(base), "policy", lora)
+    with tempfile.TemporaryDirectory() as path:
+        base.save_pretrained(path)
+        engine = VllmEngine(path, [2], args)
+    core = engine.llm.llm_engine
+    trajectory = Trajectory(0)
+    trajectory.append([5] * 4, random.Random(0).choices(range(3, 512), k=60))
+    trajectory.steps.append(Step("", "", [0.0] * 60))
+    batch = flatten([trajectory])
+
+    def of_trainer(causal):
+        return batch_logprobs(Network("policy", causal), batch, args)
+
+    def of_engine():
+        asked = {"prompt_token_ids": trajectory.token_ids}
+        params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (found,) = engine.llm.generate(asked, params, use_tqdm=False, lora_request=engine.adapter)
+        of_each = zip(trajectory.token_ids[4:], found.prompt_logprobs[4:])
+        return torch.tensor([told[token].logprob for token, told in of_each])
+
+    engine.load(model)
+    before = of_trainer(model), of_engine()
+    policy = Network("policy", model)
+    optimizer = torch.optim.AdamW(policy.trained, 1e-5, weight_decay=0.0)
+    advantages = torch.randn(60, generator=torch.Generator().manual_seed(1))
+    for _ in range(10):
+        (batch_logprobs(policy, batch, args, graph=True) * advantages).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.load(model)
+    for name, weight in policy_weights(model):
+        base.get_parameter(name).data.copy_(weight)  # rounded
+    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    moved = [layer.get_delta_weight("policy").norm() / layer.weight.norm() for layer in layers]
+    trainer, vllms, merged = (
+        after - old
+        for after, old in zip((of_trainer(model), of_engine(), of_trainer(base)), before + before)
+    )
+    told = {"moved": sum(moved).item() / len(moved), "shift": trainer.std().item()}
+    told["gap"] = (before[0] - before[1]).abs().mean().item()
+    for name, shift in (("vLLM", vllms), ("merged", merged)):
+        told[f"correlation, {name}"] = torch.corrcoef(torch.stack([trainer, shift]))[0, 1].item()
+        told[f"share, {name}"] = (shift @ trainer / (trainer @ trainer)).item()
+    return told | {"adapters": [*core.list_loras()]}
+
+
 def raised_by(engine, contexts, told: str) -> float:
     """1 if asking ends in an EngineError that says so."""
     try:
@@ -570,13 +630,18 @@ def left_over(engine) -> float:
     )
 
 
-@pytest.fixture(scope="module")
-def gaps():
+def measured(what: str) -> dict:
+    """What this file measures of that name, as a script."""
     pytest.importorskip("vllm")
-    command, own = [sys.executable, __file__], os.environ | {"PYTHONPATH": str(ROOT)}
+    command, own = [sys.executable, __file__, what], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=own)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def gaps():
+    return measured("measure_vllm")
 
 
 def test_vllm_agrees_with_the_trainer_before_and_after_updates(gaps):
@@ -599,7 +664,7 @@ def test_vllm_needs_its_prefix_cache_reset(gaps):
     assert gaps["without the reset"] > 1e-2 and gaps["with the reset"] < 1e-3
 
 
-def test_vllm_takes_a_lora_policy_merged_and_leaves_the_base(gaps):
+def test_vllm_takes_a_lora_policy_in_float32_merged_and_leaves_the_base(gaps):
     assert all(gaps[f"lora {update}"] < 1e-3 for update in (1, 2, 3))
     assert gaps["lora against its base"] > 1e-2
 
@@ -628,5 +693,15 @@ def test_vllm_samples_what_top_p_and_top_k_leave(gaps, left):
     assert gaps[f"frequencies {top_p} {top_k}"] < 4.5 and gaps[f"truncated {top_p} {top_k}"] < 1e-3
 
 
+def test_vllm_shifts_as_the_trainer_does_by_small_steps_of_a_lora_policy_in_bfloat16():
+    """Ten steps of AdamW at 1e-5, by which weights move less than bfloat16 can say of most."""
+    found = measured("measure_adapter")
+    print(found)
+    assert found["correlation, vLLM"] > 0.95 and 0.9 < found["share, vLLM"] < 1.1
+    assert found["share, merged"] < 0.6 and found["moved"] < 1e-3
+    assert found["gap"] < 0.02
+    assert found["adapters"] == [11]  # those before are gone
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure_vllm()))
+    print(json.dumps(globals()[sys.argv[1]]()))

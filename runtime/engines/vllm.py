@@ -61,6 +61,7 @@ class VllmEngine(Engine):
         else:
             # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
+            multiply_with_one_adapter()
         if self.image_token is not None:
             from runtime.vision.vllm_pictures import read_without_torchvision
 
@@ -214,3 +215,25 @@ class VllmEngine(Engine):
         if self.cuda and not self.asleep:
             self.llm.sleep(level=1 if self.takes_adapter else 2)
             self.asleep = True
+
+
+def multiply_with_one_adapter() -> None:
+    """Let vLLM's LoRA on a CPU multiply with the one adapter that there is. Its own products copy
+    the adapter for each token, which makes a rollout six times as long."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def shrink(inputs, weights, output, _, scale=1.0):
+        adapter = weights[0, 0].T.to(output.dtype)
+        output[:, : adapter.shape[1]] = scale * (inputs.to(output.dtype) @ adapter)
+
+    def expand(inputs, weights, output, *_):
+        expand_slice(inputs, weights, output, _, 0, output.shape[1])
+
+    def expand_slice(inputs, weights, output, _, start, size, *__):
+        product = inputs.to(output.dtype) @ weights[0, 0].T
+        output[:, start : start + size] += product[:, :size]
+
+    for module in (lora_ops, punica_cpu):
+        module.bgmv_shrink, module.bgmv_expand = shrink, expand
+        module.bgmv_expand_slice = expand_slice
