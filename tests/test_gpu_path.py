@@ -11,7 +11,7 @@ from runtime.engines import EngineError, answers
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.models import ModelError, read_causal_model
-from runtime.networks import policy_weights
+from runtime.networks import adapter_weights, policy_weights
 from runtime.rollout import draws_of_its_own
 from runtime.run import Run
 
@@ -21,7 +21,8 @@ import torch
 import transformers
 from accelerate import PartialState
 from conftest import TINY, settings
-from test_engines import STOP, contexts_of, move, sampling_of, tiny
+from safetensors.torch import load_file
+from test_engines import STOP, adapted, contexts_of, move, sampling_of, tiny
 
 PARTS = {"weights", "kv_cache"}
 TINY_SHAPE = dict(
@@ -53,18 +54,21 @@ class Core:
 
 
 class LLM:
-    """vLLM's LLM: sleeping parts cannot be used, and level 2 forgets the weights."""
+    """vLLM's LLM: sleeping parts cannot be used, and level 2 forgets the weights and adapters."""
 
-    made, fails = [], 0
+    made, fails, used = [], 0, set()
 
     def __init__(self, path, **settings):
         self.settings, self.calls, self.resident = settings, [], set(PARTS)
         self.weights = None  # those of the file
-        self.asked = {}
+        self.asked, self.adapters = {}, {}
         self.llm_engine = SimpleNamespace(
             engine_core=Core(),
             add_request=self.add_request,
             step=self.step,
+            add_lora=self.add_lora,
+            remove_lora=self.adapters.pop,
+            list_loras=lambda: {*self.adapters},
             abort_request=lambda names: [self.asked.pop(name) for name in names],
         )
         LLM.made.append(weakref.ref(self))
@@ -72,7 +76,10 @@ class LLM:
 
     def sleep(self, level):
         assert self.resident == PARTS, "Executor is already sleeping."
-        self.resident, self.weights = set(), None
+        self.resident = set()
+        if level == 2:
+            self.weights = None
+            self.adapters.clear()
         self.calls.append(f"sleep {level}")
 
     def wake_up(self, tags=None):
@@ -94,13 +101,24 @@ class LLM:
         assert "kv_cache" in self.resident, "illegal memory access"
         self.calls.append("reset")
 
-    def add_request(self, name, prompt, params):
+    def add_lora(self, request):
+        assert "weights" in self.resident and self.settings["enable_lora"]
+        assert len(self.adapters) < 1 and request.lora_int_id not in LLM.used
+        LLM.used.add(request.lora_int_id)
+        self.adapters[request.lora_int_id] = load_file(
+            f"{request.lora_path}/adapter_model.safetensors"
+        )
+        self.calls.append("adapter")
+
+    def add_request(self, name, prompt, params, lora_request=None):
         assert name not in self.asked and params.output_kind == "final only"
+        assert {*self.adapters} == ({lora_request.lora_int_id} if lora_request else set())
         self.asked[name] = prompt["prompt_token_ids"]
 
     def step(self):
         """An answer of one token to whoever asked."""
-        assert self.resident == PARTS and self.weights is not None, "illegal memory access"
+        there = self.weights is not None or self.settings.get("enable_lora")
+        assert self.resident == PARTS and there, "illegal memory access"
         if LLM.fails:
             LLM.fails -= 1
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
@@ -119,14 +137,18 @@ def gpu(monkeypatch):
     freed, vllm = [], ModuleType("vllm")
     vllm.LLM, vllm.SamplingParams = LLM, SimpleNamespace
     vllm.sampling_params = ModuleType("vllm.sampling_params")
+    vllm.lora, vllm.lora.request = ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
+    vllm.lora.request.LoRARequest = lambda name, number, path: SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=path
+    )
     vllm.sampling_params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final only")
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", vllm.sampling_params)
+    for module in (vllm, vllm.sampling_params, vllm.lora, vllm.lora.request):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(Core.alive)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**33, 80 * 2**30))
     Core.alive.clear()
-    LLM.made, LLM.fails = [], 0
+    LLM.made, LLM.fails, LLM.used = [], 0, set()
     return freed
 
 
@@ -148,6 +170,33 @@ def test_weights_come_before_the_cache_wakes_and_none_are_kept_in_between(gpu):
         assert engine.llm.calls == order
         for name, tensor in policy_weights(model):
             assert torch.equal(engine.llm.weights[name], tensor), name
+
+
+def test_the_base_of_an_adapter_survives_sleep(gpu):
+    """A LoRA policy in bfloat16 is a new adapter after each update, on weights that stay."""
+    model = adapted(tiny().bfloat16(), "policy", "prm")
+    engine = VllmEngine(str(TINY), [STOP], settings(dtype="bfloat16", policy_lora_rank=4))
+    assert engine.llm.settings["max_lora_rank"] == 8  # vLLM makes room for no fewer
+    engine.load(model)
+    for update in (1, 2):
+        engine.llm.calls.clear()
+        assert len(answers(engine, contexts_of(model), sampling_of())) == 6
+        engine.sleep()
+        move(model, update)
+        engine.load(model)
+        order = ["sleep 1", "wake weights", "adapter", "wake kv_cache", "reset"]
+        assert engine.llm.calls == order
+        (found,), ours = engine.llm.adapters.values(), adapter_weights(model, "policy")
+        assert found.keys() == ours.keys()
+        assert all(torch.equal(found[name], ours[name]) for name in found)
+    LLM.fails = 1  # the engine in its place gets the adapter too
+    assert len(answers(engine, contexts_of(model), sampling_of())) == 6
+    assert engine.restarts == 1 and len(LLM.used) == 4
+
+
+def test_an_adapter_too_large_for_vllm_is_refused(gpu):
+    with pytest.raises(EngineError, match="adapters up to rank 512"):
+        VllmEngine(str(TINY), [STOP], settings(dtype="bfloat16", policy_lora_rank=513))
 
 
 def test_a_failed_engine_is_gone_before_another_one_starts(gpu, capsys):

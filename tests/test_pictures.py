@@ -469,6 +469,18 @@ def measure() -> dict:
     told["a wish for films"] = gap(engine, model, args, contexts)
     said = sampled(engine, contexts * 4)
     told["banned"] = sum(len(set(ids) & set(never)) for ids, _ in said)
+
+    args = settings(max_context_tokens=1280, max_steps=15, dtype="bfloat16", policy_lora_rank=4)
+    args.world = SimpleNamespace(freeze_vision=False)
+    model = add_adapter(seeing()[0].bfloat16(), "policy", lora(4))
+    engine = VllmEngine(str(MODEL), chat.stop_ids, args)
+    engine.load(model)
+    for name, parameter in model.named_parameters():
+        if "visual" in name and "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    told["the tower's adapter, not handed over"] = gap(engine, model, args, contexts)
+    engine.load(model)
+    told["the tower's adapter, handed over"] = gap(engine, model, args, contexts)
     return told
 
 
@@ -485,6 +497,8 @@ def test_vllm_agrees_with_the_trainer():
         assert told[f"{part}, not handed over"] > 1e-2
         assert told[f"{part}, against the old"] > 1e-2
     assert told["a wish for films"] < 1e-3 and told["banned"] == 0
+    assert told["the tower's adapter, handed over"] < 0.1  # in bfloat16
+    assert told["the tower's adapter, not handed over"] > 0.2
 
 
 # ------------ refused ------------
