@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import sys
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -15,6 +15,12 @@ import tyro
 
 T = TypeVar("T")
 Flat = Annotated[T, tyro.conf.arg(name="")]  # flags of a dataclass under their own names: --engine
+
+
+def usual_dtype() -> str:
+    import torch  # it takes a second, which view.py need not wait
+
+    return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 @dataclass
@@ -30,8 +36,8 @@ class RunArgs:
     """Size of the engine's key-value cache on a CPU [GiB]; on a GPU --engine-gpu-share counts."""
     engine_gpu_share: float = 0.4
     """Share of a GPU's memory that the engine takes, weights and cache; vLLM frees it to train."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of engine, matrix products and frozen weights; large models need bfloat16."""
+    dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
+    """Precision of engine, matrix products and frozen weights: bfloat16 on a GPU, else float32."""
     micro_batch_tokens: int = 8192  # Most tokens in a forward pass: bounds memory, not the result.
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory for about a third more time."""

@@ -8,6 +8,7 @@ from functools import cache
 from runtime.flags import RunArgs, kinds_of, parse
 
 import pytest
+import torch
 from conftest import ROOT, TRAINERS, load, run_main, scripts_with
 
 SCRIPTS = scripts_with("Args", "main")
@@ -65,6 +66,13 @@ def test_a_boolean_may_be_written_as_a_sweep_writes_it(monkeypatch):
         monkeypatch.setattr(sys, "argv", ["page.py", *words])
         args = parse(Switches, "")
         assert args.prm_skill is expected and args.decay is False, words
+
+
+@pytest.mark.parametrize(("gpu", "expected"), [(True, "bfloat16"), (False, "float32")])
+def test_a_gpu_computes_in_bfloat16_unless_it_is_told(gpu, expected, monkeypatch, parsed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert parsed(SCRIPTS[0]).run_args.dtype == expected
+    assert parsed(SCRIPTS[0], "--dtype=float32").run_args.dtype == "float32"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
