@@ -79,7 +79,7 @@ def test_the_pins_resolve_with_wheels_alone(kind, version, tmp_path_factory):
     command += ["--python-platform", "x86_64-manylinux_2_34", "--python-version", version]
     command += ["--no-annotate", "--no-header", "--only-binary", ":all:"]
     command += ["--no-binary", "gym", "--no-binary", "gym-sokoban"]
-    found, known = {}, pins(f"constraints{kind.replace('-cpu', '') or '-gpu'}.txt")
+    known = pins("constraints.txt" if kind else "constraints-gpu.txt")
     if kind:
         (home / "cpu.txt").write_text(f"torch==2.13.0\ntriton=={known['triton']}\n")
         command += ["--override", home / "cpu.txt"]
