@@ -69,11 +69,20 @@ TRAINERS = [script for script in scripts_with("play", "main") if script != "warm
 PANEL = {"visual_sokoban": 128, "sokoban": 128, "webshop": 500, "sotopia": 128}
 
 
+def pytest_addoption(parser):
+    parser.addoption("--on-cpu", action="store_true", help="-m gpu: on a CPU what can run there")
+    parser.addoption("--gpu-model", default="", help="-m gpu: a directory, or a name on the hub")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Two processes, where pytest-xdist is installed and neither -n nor -s is given; -n 0: one."""
+    """Two processes, where pytest-xdist is installed and neither -n nor -s is given; -n 0: one. A
+    card is for one."""
+    if config.option.on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     alone = (
         "PYTEST_XDIST_WORKER" in os.environ
+        or config.option.markexpr == "gpu"
         or config.option.capture == "no"
         or config.option.collectonly
     )
@@ -98,6 +107,29 @@ def pytest_collection_modifyitems(items):
             else item.path.stem
         )
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the tests of a GPU have told, as a table."""
+    lines = []
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            if "gpu" not in report.keywords:
+                continue
+            test = report.nodeid.partition("::test_")[2]
+            figures = [told for name, told in report.user_properties if name == "figure"]
+            for name, shown, bound, holds in figures:
+                verdict = ("yes" if holds else "**no**") if bound else "told"
+                lines.append(f"| {test} | {name} | {shown} | {bound} | {verdict} |")
+            if outcome == "skipped":
+                why = str(report.longrepr[-1]).removeprefix("Skipped: ")
+                lines.append(f"| {test} | not run: {why} | | | |")
+            elif outcome != "passed" and all(figure[-1] for figure in figures):
+                lines.append(f"| {test} | {outcome}, see above | | | **no** |")
+    if lines:
+        head = ["| test | what | figure | bound | holds |", f"|{'---|' * 5}"]
+        terminalreporter.section("figures")
+        terminalreporter.write_line("\n".join([*head, *lines]))
 
 
 def environment(script: str) -> str:
@@ -141,7 +173,7 @@ def load(script: str):
     return module
 
 
-def random_model(seed: int = 0, layers: int = 2):
+def random_model(seed: int = 0, layers: int = 2, tied: bool = True):
     """A Qwen3 as the tiny one is, smaller, with weights wide enough that its log-probabilities
     differ."""
     import torch
@@ -156,7 +188,7 @@ def random_model(seed: int = 0, layers: int = 2):
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.3,
     )
     return Qwen3ForCausalLM(config).eval()

@@ -6,12 +6,13 @@ launcher started.
 The first process writes DIRECTORY/SCRIPT.pt: {network.step.index: the gradient of a parameter in a
 step of the update}, the numbers that the updates told, and what the networks compute after it.
 Every process has the same random model and the same trajectories; those of a visual script have a
-model that sees, and pictures. recompute: with --gradient-checkpointing. Last, the networks are
-saved, and others take them up."""
+model that sees, and pictures. recompute: with --gradient-checkpointing; untied: of a model whose
+head has weights of its own. Last, the networks are saved, and others take them up."""
 
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,12 +34,17 @@ def main(script: str, out: str | Path, *options: str) -> None:
     device = processes.start(args)
 
     build, trajectories = random_model, random_trajectories(groups=3)
+    if "untied" in options:
+        build = partial(random_model, tied=False)
     if "_visual_" in script:
         build, trajectories = seeing(module, args)
     batch = flatten(trajectories)
     draw = torch.Generator().manual_seed(0)
 
-    networks = networks_of(module, build, Path(out).with_suffix(".model"))
+    def networks_made():
+        return networks_of(module, build, Path(out).with_suffix(".model"), device)
+
+    networks = networks_made()
     if "recompute" in options:
         assert recompute_layers([network.model for network in networks.values()])
     if fsdp.wanted():
@@ -90,7 +96,7 @@ def main(script: str, out: str | Path, *options: str) -> None:
         returns = torch.randn(len(at), generator=draw)
         note("critic", module.critic_update, critic, batch, at, values[at], returns)
 
-    again = networks_of(module, build, Path(out).with_suffix(".model"))
+    again = networks_made()
     if fsdp.wanted():
         fsdp.shard_all([*again.values()], dtype, device)
     saved_and_taken_up(Path(out).with_suffix(""), networks, again)
@@ -136,10 +142,10 @@ def seeing(module, args) -> tuple:
     return build, trajectories
 
 
-def networks_of(module, build, path: Path) -> dict:
-    """{name: Network} of a script as its main makes them. The PRM and the critic are not what they
-    start as any more."""
-    from runtime.distributed import processes
+def networks_of(module, build, path: Path, device) -> dict:
+    """{name: Network} of a script as its main makes them, on the device; FSDP brings them there
+    itself. The PRM and the critic are not what they start as any more."""
+    from runtime.distributed import fsdp, processes
     from runtime.networks import Network
 
     networks = {"policy": Network("policy", build(0))}
@@ -155,10 +161,13 @@ def networks_of(module, build, path: Path) -> dict:
         processes.wait()
         networks["critic"] = Network("critic", module.value_model(str(path), 4))
     for name, network in networks.items():
+        if not fsdp.wanted():
+            network.model.to(device)
         network.optimizer = Noted(network.trained, lr=1e-2)
         for seed, parameter in enumerate(network.trained if name != "policy" else ()):
             noise = torch.Generator().manual_seed(seed)
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=noise)
+            drawn = torch.randn(parameter.shape, generator=noise)
+            parameter.data += 0.05 * drawn.to(parameter.device)
     return networks
 
 
@@ -173,7 +182,7 @@ class Noted(torch.optim.SGD):
         from runtime.distributed import fsdp
 
         parameters = self.param_groups[0]["params"]
-        self.gradients.append([fsdp.whole(p.grad).clone() for p in parameters])
+        self.gradients.append([fsdp.whole(p.grad).cpu().clone() for p in parameters])
         super().step()
 
 
