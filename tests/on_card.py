@@ -1,8 +1,8 @@
 """What tests/test_gpu.py measures, each in a process of its own: a card takes one engine in a
 process, and memory is that of what is measured.
 
-    PYTHONPATH=. python tests/on_card.py NAME JSON    prints what NAME(**JSON) returns, as JSON
-    PYTHONPATH=. python tests/on_card.py script SCRIPT FLAGS...    runs a script of the root
+    python tests/on_card.py NAME JSON    prints what NAME(**JSON) returns, as JSON
+    python tests/on_card.py script SCRIPT FLAGS...    runs a script of the root
 
 The script has torch's deterministic algorithms and fused AdamW. FAULT in the environment: the
 second process has no memory left in its second update, and FAULT is the file that says when [s].
@@ -21,6 +21,8 @@ import time
 import traceback
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import runtime.networks
 from runtime.data import Step, Trajectory, flatten, micro_batches, sum_per_step
 from runtime.distributed import fsdp, processes
@@ -32,7 +34,7 @@ from runtime.networks import Network, action_logprobs, add_adapter, batch_logpro
 
 import torch
 from conftest import ROOT, load, settings
-from test_engines import contexts_of, move, sampling_of
+from test_engines import contexts_of, sampling_of
 from test_templates import CHATML, byte_level
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -92,6 +94,7 @@ class Stage:
         defaults = dict(max_action_tokens=32, max_context_tokens=2048, policy_lora_rank=0)
         defaults |= dict(max_steps=4, engine_gpu_share=0.3, engine_memory=1)
         self.args = settings(dtype=dtype, **defaults | changes)
+        self.free = torch.cuda.mem_get_info()[0] if CUDA else 0  # [bytes]
         self.path, self.stop = path, json.loads(Path(path, "config.json").read_text())
         self.stop = self.stop["eos_token_id"]
         self.engine = VllmEngine(path, [self.stop], self.args)
@@ -155,8 +158,17 @@ def differences(stage: Stage, samples) -> list[float]:
     return [away.mean().item(), away.max().item()]
 
 
-def moved(stage: Stage, seed: int) -> None:
+def move(model, seed: int) -> None:
+    """An update that log-probabilities feel: every parameter by a tenth of its spread."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = 0.1 * parameter.std().item() or 0.01
+            parameter += size * torch.randn_like(parameter)
 
+
+def moved(stage: Stage, seed: int) -> None:
+    """A cycle: the engine sleeps, the trainer updates, the engine gets the weights."""
     stage.engine.sleep()
     move(stage.model, seed)
     begin = time.perf_counter()
@@ -179,7 +191,6 @@ def before_and_after_updates(stage: Stage) -> dict:
     """An update that the log-probabilities feel; then three cycles of sleep, training, loading and
     sampling, whose weights and last samples are kept for a fresh engine."""
     found = {"before": differences(stage, stage.asked(stage.contexts()))}
-
     move(stage.model, 1)
     found["not loaded"] = differences(stage, stage.asked(stage.contexts()))
     stage.engine.load(stage.model)
@@ -207,8 +218,8 @@ def memory_of_ten_cycles(stage: Stage) -> dict:
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
-            free, total = torch.cuda.mem_get_info()
-            sizes.append((total - free - torch.cuda.memory_reserved()) / 2**30)
+            trainer = sum(p.numel() * p.element_size() for p in stage.model.parameters())
+            sizes.append((stage.free - torch.cuda.mem_get_info()[0] - trainer) / 2**30)
         moved(stage, 10 + seed)
         stage.asked(stage.contexts(4))
         if not CUDA:
@@ -485,7 +496,6 @@ def fsdp_peaks(shape: list) -> dict:
 def script(name: str, *flags: str) -> None:
     """A script as a user starts it, whose sums are in the same order every time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    sys.path.insert(0, str(ROOT))
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.optim.AdamW = functools.partial(torch.optim.AdamW, fused=True)
     if os.environ.get("FAULT") and os.environ.get("RANK") == "1":

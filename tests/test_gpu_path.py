@@ -15,6 +15,7 @@ from runtime.networks import adapter_weights, policy_weights
 from runtime.rollout import draws_of_its_own
 from runtime.run import Run
 
+import conftest
 import numpy as np
 import pytest
 import torch
@@ -317,3 +318,42 @@ def test_logits_that_are_the_heads_own_are_not(tmp_path):
         read_causal_model(str(tmp_path / family))
     for dtype in (torch.float32, torch.bfloat16):
         runtime.models.check_head(tiny().to(dtype))
+
+
+def test_the_table_of_a_card_has_every_figure_and_what_was_not_run():
+    """What -m gpu ends with; of other tests there is nothing in it."""
+    Report = SimpleNamespace
+    of_gpu = dict(keywords={"gpu": 1}, longrepr="E  AssertionError")
+    figures = [("figure", ["gap [nats]", "0.01", "at most 0.02", True])]
+    bad = [
+        ("figure", ["share", "0.2", "at least 0.35", False]),
+        ("figure", ["rate", "7", "", True]),
+    ]
+    stats = {
+        "passed": [
+            Report(nodeid="tests/test_gpu.py::test_a", user_properties=figures, **of_gpu),
+            Report(nodeid="tests/test_page.py::test_b", user_properties=[], keywords={}),
+        ],
+        "failed": [
+            Report(nodeid="tests/test_gpu.py::test_c[x]", user_properties=bad, **of_gpu),
+            Report(nodeid="tests/test_gpu.py::test_d", user_properties=figures, **of_gpu),
+        ],
+    }
+    left = dict(keywords={"gpu": 1}, longrepr=("test_gpu.py", 1, "Skipped: only a card can tell"))
+    stats["skipped"] = [Report(nodeid="tests/test_gpu.py::test_e", user_properties=[], **left)]
+    said = []
+    conftest.pytest_terminal_summary(
+        Report(stats=stats, section=said.append, write_line=said.append)
+    )
+    title, table = said
+    assert title == "figures" and table.splitlines()[2:] == [
+        "| a | gap [nats] | 0.01 | at most 0.02 | yes |",
+        "| c[x] | share | 0.2 | at least 0.35 | **no** |",
+        "| c[x] | rate | 7 |  | told |",
+        "| d | gap [nats] | 0.01 | at most 0.02 | yes |",
+        "| d | failed, see above | | | **no** |",
+        "| e | not run: only a card can tell | | | |",
+    ]
+    said.clear()
+    conftest.pytest_terminal_summary(Report(stats={"passed": stats["passed"][1:]}))
+    assert said == []
