@@ -29,7 +29,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, random_model, settings
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 STOP = json.loads((TINY / "config.json").read_text())["eos_token_id"]
 
@@ -544,10 +544,10 @@ def measure_adapter() -> dict:
     import vllm
 
     config = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=3, vocab_size=512)
-    config |= dict(num_attention_heads=8, num_key_value_heads=4, initializer_range=0.03)
-    config |= dict(tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+    config |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    config |= dict(initializer_range=0.03, tie_word_embeddings=False, eos_token_id=2)
     torch.manual_seed(0)
-    base = Qwen2ForCausalLM(Qwen2Config(**config)).bfloat16()
+    base = Qwen3ForCausalLM(Qwen3Config(**config)).bfloat16()
     base.get_input_embeddings().weight.data += 0.1 * torch.randn(512).bfloat16()
     args = settings(dtype="bfloat16", policy_lora_rank=60)  # for which vLLM makes room for 64
     lora = LoraConfig(r=60, lora_alpha=60, target_modules="all-linear")

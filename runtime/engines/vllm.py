@@ -223,14 +223,15 @@ def multiply_with_one_adapter() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    def shrink(inputs, weights, output, _, scale=1.0):
+    def shrink(inputs, weights, output, indices, scale=1.0):
         adapter = weights[0, 0].T.to(output.dtype)
         output[:, : adapter.shape[1]] = scale * (inputs.to(output.dtype) @ adapter)
 
-    def expand(inputs, weights, output, *_):
-        expand_slice(inputs, weights, output, _, 0, output.shape[1])
+    def expand(inputs, weights, output, indices, add_inputs=True):
+        size = min(output.shape[1], weights.shape[-2])  # a vocabulary may be padded
+        expand_slice(inputs, weights, output, indices, 0, size)
 
-    def expand_slice(inputs, weights, output, _, start, size, *__):
+    def expand_slice(inputs, weights, output, indices, start, size, add_inputs=True):
         product = inputs.to(output.dtype) @ weights[0, 0].T
         output[:, start : start + size] += product[:, :size]
 
