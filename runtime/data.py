@@ -11,10 +11,12 @@ from typing import NamedTuple
 from runtime.distributed import fsdp, processes
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 FEW = 4  # sequences that go in one pass, with padding
+WIDE = 64  # rows in bfloat16 are a multiple of it: a CPU's attention rounds their rest otherwise
 
 Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
 
@@ -183,6 +185,8 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     if only is not None:
         wanted = only[batch.token_step]  # [K]
         sequences = [s for s in sequences if wanted[s.tokens].any()]
+    if args.run_args.dtype == "bfloat16":
+        sequences = [*map(widened, sequences)]
     packs = pack(sequences, args.run_args.micro_batch_tokens)
     count = processes.count()
     mine, most = packs[processes.rank() :: count], -(-len(packs) // count)
@@ -190,6 +194,12 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
         yield padded(sequences, batch)
     for _ in range(most - len(mine) if fsdp.wanted() else 0):
         yield nothing(batch)
+
+
+def widened(sequence: Sequence) -> Sequence:
+    """The sequence with padding, so that its numbers are the same beside longer ones."""
+    columns = (pad(column, (0, -len(column) % WIDE)) for column in sequence[:2])
+    return Sequence(*columns, *sequence[2:])
 
 
 def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
