@@ -60,6 +60,7 @@ CREDIT = "alpha-beta rates tuning ablation trials normalisation"
 COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
 CROSSINGS = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
     "credit": COLUMNS + ("of the way", "by minute"),
+    "credit-page": COLUMNS + ("by minute",),
     "credit-minutes": COLUMNS + ("success at", "by minute"),
     "credit-progress": COLUMNS + ("success at", "of the way"),
 }
