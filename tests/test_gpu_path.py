@@ -195,11 +195,6 @@ def test_the_base_of_an_adapter_survives_sleep(gpu):
     assert engine.restarts == 1 and len(LLM.used) == 4
 
 
-def test_an_adapter_too_large_for_vllm_is_refused(gpu):
-    with pytest.raises(EngineError, match="adapters up to rank 512"):
-        VllmEngine(str(TINY), [STOP], settings(dtype="bfloat16", policy_lora_rank=513))
-
-
 def test_a_failed_engine_is_gone_before_another_one_starts(gpu, capsys):
     model = tiny()
     engine = VllmEngine(str(TINY), [STOP], settings())

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 Sample = tuple[list[int], list[float]]  # sampled ids, and the log-probability of each [nats]
-LORA_RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # for which vLLM makes room
 
 
 class EngineError(RuntimeError):
@@ -92,10 +91,8 @@ class Engine:
 
 
 def lora_rank_for(rank: int) -> int:
-    """vLLM's max_lora_rank for an adapter of this rank. Raises EngineError where none is enough."""
-    if rank > LORA_RANKS[-1]:
-        raise EngineError(f"vLLM takes adapters up to rank {LORA_RANKS[-1]}")
-    return next(most for most in LORA_RANKS if most >= rank)
+    """vLLM's max_lora_rank for an adapter of this rank: 8, 16, 32, ... 512."""
+    return max(8, 1 << (rank - 1).bit_length())
 
 
 def give(request: Request, sample: Sample) -> None:

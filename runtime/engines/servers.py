@@ -271,8 +271,7 @@ def missing_flags(config: dict, args) -> str:
         return (config.get(f"{part}_config") or {}).get(name)
 
     dtype, rank, length = args.run_args.dtype, args.policy_lora_rank, args.max_context_tokens
-    most = lora_rank_for(rank) if rank else 0
-    on_cpu = of("device", "device") == "cpu"
+    most, on_cpu = lora_rank_for(rank), of("device", "device") == "cpu"
     wrong = {
         "--logprobs-mode processed_logprobs": of("model", "logprobs_mode") != "processed_logprobs",
         f"--dtype {dtype}": of("model", "dtype") != f"torch.{dtype}",

@@ -1,8 +1,7 @@
 """vLLM in this process, by its own step loop: a request for each turn of each episode.
 
-It samples with the weights of a whole policy. A LoRA policy in bfloat16 is an adapter on --model's
-weights: added to them, an update much smaller than a weight is rounded away. In float32, which
-vLLM's LoRA kernels do not have, the sum is exact.
+A LoRA policy in bfloat16 is an adapter on --model's weights: added to them, small updates would be
+rounded away. In float32, which vLLM's LoRA kernels do not have, the sum is exact.
 """
 
 import asyncio
@@ -73,8 +72,8 @@ class VllmEngine(Engine):
         self.adapter, self.adapters = None, itertools.count(1)  # vLLM's request for it; new ids
         if self.takes_adapter:
             settings |= dict(enable_lora=True, max_lora_rank=lora_rank_for(args.policy_lora_rank))
-            tower = self.image_token is not None and not args.world.freeze_vision
-            settings |= dict(enable_tower_connector_lora=tower)
+            if self.image_token is not None and not args.world.freeze_vision:
+                settings["enable_tower_connector_lora"] = True
         if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
             settings |= dict(distributed_executor_backend="external_launcher")
         self.engine = functools.partial(LLM, path, **settings)
@@ -197,8 +196,8 @@ class VllmEngine(Engine):
     repack_tied_head = staticmethod(repack_tied_head)
 
     def take_adapter(self, model) -> None:
-        """Take the policy's adapter in place of the last one, under an id of its own: what vLLM has
-        under a used id stays as it is."""
+        """Take the policy's adapter in place of the last one, under an id of its own: of a used id
+        vLLM has the old weights."""
         from vllm.lora.request import LoRARequest
 
         number = next(self.adapters)
@@ -210,31 +209,28 @@ class VllmEngine(Engine):
             self.llm.llm_engine.add_lora(self.adapter)
 
     def sleep(self) -> None:
-        """Leave the GPU to the trainer until the next load. No weights are kept, but for the base
-        of an adapter, which waits on the host (level 1): no load brings it back."""
+        """Leave the GPU to the trainer until the next load. Of weights only an adapter's base is
+        kept, on the host (level 1): no load brings it back."""
         if self.cuda and not self.asleep:
             self.llm.sleep(level=1 if self.takes_adapter else 2)
             self.asleep = True
 
 
 def multiply_with_one_adapter() -> None:
-    """Let vLLM's LoRA on a CPU multiply with the one adapter that there is. Its own products copy
-    the adapter for each token, which makes a rollout six times as long."""
+    """On a CPU vLLM copies the adapter for each token, which takes six times as long."""
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
     def shrink(inputs, weights, output, indices, scale=1.0):
-        adapter = weights[0, 0].T.to(output.dtype)
-        output[:, : adapter.shape[1]] = scale * (inputs.to(output.dtype) @ adapter)
+        product = inputs.to(output.dtype) @ weights[0, 0].T.to(output.dtype)
+        output[:, : product.shape[1]] = scale * product
 
     def expand(inputs, weights, output, indices, add_inputs=True):
-        size = min(output.shape[1], weights.shape[-2])  # a vocabulary may be padded
-        expand_slice(inputs, weights, output, indices, 0, size)
+        expand_slice(inputs, weights, output, indices, 0, min(output.shape[1], weights.shape[-2]))
 
     def expand_slice(inputs, weights, output, indices, start, size, add_inputs=True):
         product = inputs.to(output.dtype) @ weights[0, 0].T
         output[:, start : start + size] += product[:, :size]
 
-    for module in (lora_ops, punica_cpu):
-        module.bgmv_shrink, module.bgmv_expand = shrink, expand
-        module.bgmv_expand_slice = expand_slice
+    for each in (lora_ops, punica_cpu):
+        each.bgmv_shrink, each.bgmv_expand, each.bgmv_expand_slice = shrink, expand, expand_slice
