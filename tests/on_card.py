@@ -343,11 +343,12 @@ def fresh(kept: str, dtype: str) -> dict:
 # ------------ LoRA ------------
 
 
-def lora(path: str, first_rate: float) -> dict:
+def lora(path: str, first_rate: float, least: float) -> dict:
     """Ten steps of AdamW on a LoRA policy in bfloat16, each raising the log-probabilities of some
     episodes and lowering those of others: the correlation of how far the engine's log-probability
     of an episode moves with how far it moves by the trainer in float32. The rate is the first one,
-    x 4 until the trainer's move by 0.5 nats."""
+    x 2 until the trainer's spread by `least` [nats]. share: of the trainer's, what the engine's
+    is by regression."""
 
     stage = Stage(path, "bfloat16", policy_lora_rank=LORA_RANK)
     base = policy_of(path, torch.bfloat16)
@@ -387,21 +388,24 @@ def lora(path: str, first_rate: float) -> dict:
             by_trainer(backward=True)
             optimizer.step()
         shift = (by_trainer() - before).cpu()
-        if shift.std() > 0.5 or rate > 0.1:
+        if shift.std() > least or rate > 0.1:
             break
-        rate *= 4
+        rate *= 2
     theirs = dict(exact.named_parameters())
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:
                 parameter.copy_(theirs[name])
     stage.engine.load(adapted)
-    found = torch.corrcoef(torch.stack([by_engine() - engines, shift]))[0, 1].item()
+    reached = by_engine() - engines
+    pair = torch.stack([reached, shift])
+    share = (torch.cov(pair)[0, 1] / shift.var()).item()
     deltas = [m.get_delta_weight("policy") for m in exact.modules() if hasattr(m, "lora_A")]
     weights = [m.base_layer.weight for m in exact.modules() if hasattr(m, "lora_A")]
     sizes = [torch.cat([t.detach().flatten() for t in each]).norm() for each in (deltas, weights)]
     size = (sizes[0] / sizes[1]).item()
-    return {"correlation": found, "rate": rate, "relative": size, "shift": shift.std().item()}
+    told = {"correlation": torch.corrcoef(pair)[0, 1].item(), "share": share}
+    return told | {"rate": rate, "relative": size, "shift": shift.std().item()}
 
 
 # ------------ rates ------------

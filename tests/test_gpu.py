@@ -20,7 +20,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT
 from safetensors.torch import load_file
 from test_processes import launch, rows
 from test_requirements import pins
@@ -35,8 +35,8 @@ QWEN = {  # of Qwen2.5: hidden, intermediate, layers, heads, key-value heads, vo
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
 DRIVER = 580.65  # CUDA 13.0's
 SMALL = "--tasks-per-iteration 4 --group-size 4 --max-steps 4 --eval-tasks 4 --eval-samples 1"
-SMALL += " --eval-every 9 --seed 5 --max-context-tokens 2048 --max-action-tokens 16"
-SMALL += " --engine-gpu-share 0.3"
+SMALL += " --eval-every 9 --seed 5 --engine-gpu-share 0.3"
+LONG = "--max-context-tokens 2048 --max-action-tokens 16"  # its tokens are bytes
 
 
 # ------------ where it runs ------------
@@ -52,7 +52,7 @@ def cards(request) -> int:
     return torch.cuda.device_count()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def on_card(cards):
     if not cards:
         pytest.skip("only a card can tell")
@@ -104,7 +104,7 @@ def model(request, cards, tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
-def large(tmp_path_factory) -> str:
+def large(on_card, tmp_path_factory) -> str:
     """Random weights in the shape of Qwen2.5-1.5B."""
     path = str(tmp_path_factory.mktemp("large") / "model")
     measured("build", path=path, shape=QWEN["1.5b"], dtype="bfloat16")
@@ -214,7 +214,7 @@ def test_templates_and_stops(engine, figure):
 def test_first_ratios(engine, figure):
     """Nothing has been learnt before the first minibatch: ratios that are not 1 are noise."""
     most = engine("bfloat16")["first ratios"]
-    assert figure("largest |ratio - 1| of a step", most, high=0.05)
+    assert figure("largest distance of a step's ratio from 1", most, high=0.05)
 
 
 def test_flash_attention(engine, figure, cards):
@@ -231,11 +231,13 @@ def test_weight_sync(engine, figure):
 
 
 def test_lora_in_the_process(model, figure, cards):
-    """Updates that are small beside a weight reach what is sampled."""
-    found = measured("lora", path=model, first_rate=1e-5)
+    """Updates that are small beside a weight reach what is sampled. The small model of a CPU needs
+    larger ones, of which a merged adapter would keep enough too."""
+    found = measured("lora", path=model, first_rate=1e-5, least=0.5 if cards else 0.1)
     figure("rate of ten steps", found["rate"])
     figure("change relative to the weights", found["relative"])
-    figure("shift of an episode by the trainer [nats]", found["shift"])
+    figure("spread of episodes' shifts by the trainer [nats]", found["shift"])
+    figure("share of it in the engine", found["share"])
     assert figure("correlation with the engine's", found["correlation"], low=0.95)
 
 
@@ -254,14 +256,12 @@ def test_peak(algorithm, rank, figure, model, cards):
     assert figure(f"{algorithm}, measured / predicted", share, low, high)
 
 
-@pytest.mark.usefixtures("on_card")
 def test_speed_of_an_update(large, figure):
     found = measured("update", path=large)
     figure("torch.mm in bfloat16 [TFLOP/s]", found["mm"])
     assert figure("update, 1.5B, share of it", found["share"], low=0.35)
 
 
-@pytest.mark.usefixtures("on_card")
 def test_speed_of_decoding(large, figure):
     rate = measured("decode", path=large)["decode"]
     assert figure("decode, 1.5B, 64 sequences [tokens/s]", rate, low=3000)
@@ -283,7 +283,8 @@ def ended(process: subprocess.Popen, home, name: str) -> None:
 
 
 def test_a_script_trains(model, figure, tmp_path):
-    flags = ["--model", model, "--dtype", "bfloat16", "--engine", "vllm", "--iterations", "2"]
+    flags = ["--model", model, *LONG.split(), "--dtype", "bfloat16", "--engine", "vllm"]
+    flags += ["--iterations", "2"]
     ended(start(tmp_path, "first", "istar_sokoban", *flags), tmp_path, "first")
     table = rows(tmp_path / "runs" / "first", "metrics.jsonl")[1:]
     figure("an iteration [s]", table[-1]["time/total"])
@@ -293,8 +294,9 @@ def test_a_script_trains(model, figure, tmp_path):
 
 def test_kill_and_resume(model, cards, figure, tmp_path):
     """Bit for bit, with fused AdamW: a run that is killed in its second iteration and taken up."""
-    flags = ["--model", model if cards else str(TINY), "--engine", "hf", "--iterations", "3"]
-    flags += ["--dtype", "bfloat16" if cards else "float32"]
+    flags = ["--engine", "hf", "--iterations", "3"]
+    if cards:
+        flags += ["--model", model, *LONG.split(), "--dtype", "bfloat16"]
     runs = tmp_path / "runs"
     whole = start(tmp_path, "whole", "istar_sokoban", *flags)
     if cards:  # of a card's memory there is for one
