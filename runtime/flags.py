@@ -172,6 +172,10 @@ def kinds_of(args_class) -> dict[str, Flag]:
         if is_dataclass(kind):
             flags |= kinds_of(kind)
             continue
+        if kind not in (*OWN, bool) and get_origin(kind) is not Literal:
+            plain = "int, float, bool, str, Literal or tuple[str, ...]"
+            name = getattr(kind, "__name__", kind) if not get_args(kind) else kind
+            sys.exit(f"--{each.name.replace('_', '-')}: the type of a flag is {plain}, not {name}")
         values = RANGES.get(each.name)
         if not values or values.kind is not kind:
             values = OWN.get(kind)

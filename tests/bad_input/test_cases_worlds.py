@@ -77,6 +77,22 @@ def test_a_flag_of_the_world_with_a_name_that_is_taken(name, tmp_path):
 
 
 def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
+TYPES = {
+    "from pathlib import Path\nplace: Path = Path('x')": "--place: {}, not Path",
+    "cells: int | None = None": "--cells: {}, not int | None",
+    "size: tuple[int, int] = (3, 4)": "--size: {}, not tuple[int, int]",
+    "options: dict = field(default_factory=dict)": "--options: {}, not dict",
+    "import enum\nclass Hue(enum.Enum):\n    RED = 1\nhue: Hue = Hue.RED": "--hue: {}, not Hue",
+}
+
+
+@pytest.mark.parametrize("lines", TYPES)
+def test_a_flag_of_the_world_has_a_plain_type(lines, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, flags=f"from dataclasses import field\n{lines}"))
+    plain = "the type of a flag is int, float, bool, str, Literal or tuple[str, ...]"
+    assert said == TYPES[lines].format(plain)
+
+
     lines = {
         "flags": "seed_of_world: int = 1  # Something else.",
         "step": "reward = torch.tensor(0.5)",
