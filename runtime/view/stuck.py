@@ -7,6 +7,12 @@ import torch
 
 ROWS = 3  # iterations in a row after which it is said
 FEW = 0.01  # share of the weights; so many are near enough to 0 to move at any learning rate
+LEAST = 1e-9  # a smaller change of a weight is none; one that begins at 0, as LoRA's B, has any
+NO_PAIR = (
+    lambda number, row: number == 0,
+    "no outcomes of a group were far enough apart for a preference pair, so nothing is learnt from "
+    "pairs: a smaller --pair-margin or a larger --group-size",
+)
 REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches nothing, what to say)
     "train/truncated": (
         lambda share, row: share == 1,
@@ -28,14 +34,12 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
         "all episodes of every group had the same outcome, which teaches nothing: a higher "
         "--temperature, a larger --group-size or easier tasks",
     ),
-    "prm/pairs": (
-        lambda number, row: number == 0,
-        "no outcomes of a group were far enough apart for a preference pair, so the PRM learns "
-        "nothing: a smaller --pair-margin or a larger --group-size",
-    ),
+    "prm/pairs": NO_PAIR,
+    "policy/pairs": NO_PAIR,
     "policy/moved": (
         lambda share, row: share < FEW,
-        "the policy's weights did not change: --learning-rate is 0 or below their precision",
+        "the policy's weights did not change: --learning-rate, with its --lr-halving, is 0 or "
+        "below their precision",
     ),
 }
 
@@ -59,7 +63,7 @@ def sample_of(network) -> list[torch.Tensor]:
 
 def moved(network, before: list[torch.Tensor]) -> float:
     """The share of these weights (sample_of) that are others now, in all processes."""
-    changed = sum((a != b).sum() for a, b in zip(before, sample_of(network)))
+    changed = sum(((a - b).abs() > LEAST).sum() for a, b in zip(before, sample_of(network)))
     changed, number = processes.total([float(changed), float(sum(map(len, before)))])
     return changed / number
 

@@ -509,6 +509,7 @@ def test_the_first_reason_is_told_and_not_what_follows_from_it(capsys):
         bad[column] = MOVES[column]
     assert told_of([bad] * 9, capsys) == []
 
+    "policy/pairs": (0, 1, "--pair-margin"),
 
 def test_a_critic_learns_without_groups(capsys):
     row = MOVES | {"train/dead_groups": 1.0}
@@ -564,8 +565,9 @@ def test_a_run_that_cannot_learn_says_so_in_one_line(words, tmp_path):
     assert metrics["train/cut"][1:] == [row["train/cut"] for row in rows[1:]]
 
 
-def test_a_run_that_learns_says_nothing(tmp_path):
-    done = run_in(tmp_path, "--iterations", "4", step=VARIED)
+@pytest.mark.parametrize("words", [(), ("--policy-lora-rank", "4", "--learning-rate", "1e-6")])
+def test_a_run_that_learns_says_nothing(words, tmp_path):
+    done = run_in(tmp_path, "--iterations", "4", *words, step=VARIED)
     assert done.returncode == 0 and "warning" not in done.stdout
     *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
     assert row["policy/moved"] > 0.9
@@ -578,7 +580,9 @@ def test_a_run_that_learns_says_nothing(tmp_path):
 def test_an_edit_between_two_starts_is_told(edited, tmp_path):
     write(tmp_path)
     assert run_there(tmp_path).returncode == 0
+    "--pair-margin 1.25": (VARIED, "dpo_webshop", "(policy/pairs 0)"),
     for name in ("mine.py", "tiny.py"):
+    "--learning-rate 1e-12 --policy-lora-rank 4": (VARIED, "rloo_sokoban", "(policy/moved 0)"),
         if edited in (name, "both", "before hashes"):
             with open(tmp_path / name, "a") as file:
                 file.write("\n# another line\n")
