@@ -235,7 +235,9 @@ def test_processes_end_without_the_interpreters_end(tmp_path):
 def test_a_process_with_another_flag_is_refused_by_all(flag, monkeypatch, tmp_path):
     """In one line, of the first process, which names flag, process and both values."""
     args = load("istar_sokoban").Args(model=str(ROOT / "models" / "tiny-sokoban"))
-    run = SimpleNamespace(args=args, env=object(), model_path=args.model, eval_tasks=[1, 2])
+    env = SimpleNamespace(train_tasks=[3, 4])
+    run = SimpleNamespace(args=args, env=env, model_path=args.model, eval_tasks=[1, 2])
+    monkeypatch.setattr(opening, "hash_of_panel", lambda args, env: "")
     first = {**flags_of(args)}[flag]
 
     def told(of_this_process):
@@ -253,17 +255,40 @@ def test_a_process_with_another_flag_is_refused_by_all(flag, monkeypatch, tmp_pa
         assert stop.value.code == (1 if rank else line)
 
 
-@pytest.mark.parametrize("what", ("the panel", "the files of the model", "the source of the world"))
-def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch):
-    script = load("istar_sokoban")
-    args = script.Args(model=str(ROOT / "models" / "tiny-sokoban"))
-    run = SimpleNamespace(args=args, env=script.Sokoban(), model_path=args.model, eval_tasks=[1, 2])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "the panel",
+        "the list of training tasks",
+        "the files of the model",
+        "the source of the world",
+    ],
+)
+def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch, tmp_path):
+    """Also a model of the same size, and a panel of the same numbers."""
+    script, told = load("istar_sokoban"), []
+    model = shutil.copytree(ROOT / "models" / "tiny-sokoban", tmp_path / "model")
+    args, env = script.Args(model=str(model)), script.Sokoban()
+    run = SimpleNamespace(args=args, env=env, model_path=args.model, eval_tasks=[1, 2])
     monkeypatch.setattr(processes, "count", lambda: 2)
-    monkeypatch.setattr(processes, "gather", lambda own: [*own, own[0] | {what: "another"}])
+    monkeypatch.setattr(processes, "gather", lambda own: [*told, *own, *own][:2])
+    opening.refuse_other_ranks(run)
+
+    monkeypatch.setattr(processes, "gather", lambda own: told.extend(own) or own)
+    opening.refuse_other_ranks(run)
+    if what == "the panel":
+        env.reset = lambda task: SimpleNamespace(prompt="another")
+    elif what == "the list of training tasks":
+        env.train_tasks = [*env.train_tasks][::-1]
+    elif what == "the files of the model":
+        weights = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(weights[:-1] + b"\0")
+    else:
+        (tmp_path / "sokoban.py").touch()
+        monkeypatch.setattr(sys.modules["envs.sokoban"], "__file__", str(tmp_path / "sokoban.py"))
+    monkeypatch.setattr(processes, "gather", lambda own: [*told, *own])
     with pytest.raises(SystemExit, match=f"process 1 .* process 0: {what} is another"):
         opening.refuse_other_ranks(run)
-    monkeypatch.setattr(processes, "gather", lambda own: own * 2)
-    opening.refuse_other_ranks(run)
 
 
 def test_another_number_of_processes_is_refused(tmp_path):

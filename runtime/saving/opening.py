@@ -45,9 +45,10 @@ def refuse_other_ranks(run) -> None:
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
     files = sources_of(run.env)
     told |= {f"the source of the {what}": hash_file(Path(files[what])) for what in files}
-    weights = sorted(Path(run.model_path).glob("*"))
-    told["the files of the model"] = [(file.name, file.stat().st_size) for file in weights]
-    told["the panel"] = run.eval_tasks
+    told["the files of the model"] = hash_files(Path(run.model_path))
+    tasks = run.env.train_tasks
+    told["the list of training tasks"] = tasks if isinstance(tasks, range) else [*map(int, tasks)]
+    told["the panel"] = [run.eval_tasks, hash_of_panel(run.args, run.env)]
     first, *others = processes.gather([told])
     for rank, other in enumerate(others, 1):
         differ = [name for name in first if other.get(name) != first[name]]
@@ -192,15 +193,14 @@ def refuse_others(path: Path) -> None:
 
 def sources_of(env) -> dict[str, str]:
     """The files of the script and of the world's class, where there are such files."""
-    module = sys.modules.get(type(env).__module__)
-    files = {"script": sys.argv[0], "world": getattr(module, "__file__", None)}
-    return {what: file for what, file in files.items() if file and os.path.isfile(file)}
+    world = getattr(sys.modules.get(type(env).__module__), "__file__", None) or ""
+    files = {os.path.realpath(sys.argv[0]): "script"}
+    files.setdefault(os.path.realpath(world), "world")  # which may be the script
+    return {what: file for file, what in files.items() if os.path.isfile(file)}
 
 
-def provenance(args, model: str, env) -> dict:
-    """An entry of run.json, for one start of a run. The hashes are of the files of the model and of
-    the data, and of the panel's prompts and pictures; a run is not taken up where they differ. And
-    of the script and the world, whose edits are told."""
+def hash_of_panel(args, env) -> str:
+    """SHA-256 of the prompts and pictures of the tasks that evaluate."""
     later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     eval_env = getattr(env, "eval_env", env)
@@ -208,7 +208,13 @@ def provenance(args, model: str, env) -> dict:
     for task in tqdm(tasks, "panel", **later):
         seen = opened(eval_env, task).prompt
         panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
-    prompts = "\0".join(panel).encode("utf-8", "backslashreplace")
+    return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()
+
+
+def provenance(args, model: str, env) -> dict:
+    """An entry of run.json, for one start of a run. The hashes are of the files of the model and of
+    the data, and of the panel's prompts and pictures; a run is not taken up where they differ. And
+    of the script and the world, whose edits are told."""
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -229,7 +235,7 @@ def provenance(args, model: str, env) -> dict:
         "hashes": {
             "model": hash_files(Path(model)),
             "data": hash_files(getattr(env, "data", None)),
-            "panel": hashlib.sha256(prompts).hexdigest(),
+            "panel": hash_of_panel(args, env),
         }
         | {what: hash_file(Path(file)) for what, file in sources_of(env).items()},
     }

@@ -629,3 +629,16 @@ def test_the_streams_are_those_of_before_afterwards():
     with contextlib.redirect_stdout(io.StringIO()) as said:
         ends_cleanly(main)()
         assert sys.stdout is said and said.getvalue() == "a line\n" and seen[0] is not said
+def test_a_world_that_is_in_the_script_is_told_once(tmp_path):
+    write(tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    line = re.search(r"^from tiny import World as (\w+), Flags as (\w+)$", text, re.MULTILINE)
+    inside = program(step="pass") + f"\n{line[1]}, {line[2]} = World, Flags"
+    (tmp_path / "mine.py").write_text(text.replace(line[0], inside))
+    assert run_there(tmp_path).returncode == 0
+    with open(tmp_path / "mine.py", "a") as file:
+        file.write("\n# another line\n")
+    done = run_there(tmp_path, "--run-name", "", "--resume", "runs/a", "--iterations", "2")
+    assert done.returncode == 0 and done.stdout.count("was edited") == 1
+
+
