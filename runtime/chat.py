@@ -30,6 +30,10 @@ class Chat:
         if any(layout.count(mark) != 1 for mark in marks):
             raise ValueError("it does not write each message once, as it is")
         head, header, between, answer = re.split("|".join(marks), layout)
+        more = [*marks, "<mark four>", "<mark five>"]
+        turns = zip([head, header, between, header, between], more)
+        if "".join(map("".join, turns)) + answer != self.layout(more):
+            raise ValueError("it writes later turns otherwise than the first ones")
         if not between or not answer:
             raise ValueError("nothing in it tells where an answer begins and ends")
         opened = re.search(r"<\w+>\s*$|$", answer)[0]  # <think> that a past answer does not get

@@ -4,6 +4,7 @@ A weight that a file lacks is not drawn at random.
 """
 
 import json
+import re
 import signal
 import sys
 from datetime import datetime
@@ -226,8 +227,10 @@ def template_options(run, tokenizer) -> dict:
     began, which is the same when it is taken up later."""
     given = run.args.run_args.chat_template_kwargs
     options = json.loads(given or "{}")
-    if unread := [name for name in options if name not in str(tokenizer.chat_template)]:
-        refuse("chat_template_kwargs", given, f"--model's chat template reads no {unread[0]}")
+    text, ours = str(tokenizer.chat_template), ("messages", "add_generation_prompt")
+    read = {*re.findall(r"\w+", text)} - {*ours}  # which Chat gives
+    if unread := [name for name in options if name not in read]:
+        refuse("chat_template_kwargs", given, f"--model's chat template takes no {unread[0]}")
     began = processes.broadcast(run.starts[0].get("time") if run.starts else None)
     try:
         return {"strftime_now": datetime.fromisoformat(began).strftime} | options

@@ -371,11 +371,13 @@ def test_the_date_is_that_of_the_runs_begin_and_stays(tmp_path):
     later = current[0].tokenizer.decode(current[0].chat.prompt("Go."))
     assert later == "26 Jul 2024!<" + head.partition("<")[2]
 
-    current[0].args.run_args.chat_template_kwargs = '{"shuot": true}'
-    with pytest.raises(SystemExit) as stop:
-        read_chat(current[0].tokenizer, [], "model", run=current[0])
-    flag = '--chat-template-kwargs {"shuot": true}'
-    assert stop.value.code == f"{flag}: --model's chat template reads no shuot"
+    for name in ("shuot", "shou", "messages", "add_generation_prompt"):
+        given = json.dumps({"shout": True, name: True})
+        current[0].args.run_args.chat_template_kwargs = given
+        with pytest.raises(SystemExit) as stop:
+            read_chat(current[0].tokenizer, [], "model", run=current[0])
+        said = f"--chat-template-kwargs {given}: --model's chat template takes no {name}"
+        assert stop.value.code == said
 
 
 @pytest.mark.parametrize("value", ("{", "[1]", "3", "{'a': 1}", "[" * 4000))
@@ -390,6 +392,21 @@ def test_a_template_that_refuses_the_messages_is_told_in_one_line():
     needs = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     ours = dressed(byte_level(IM), needs + CHATML, (None, "<|im_end|>"))
     with pytest.raises(ModelError, match="no system.*user and assistant in turn.*system message$"):
+        read_chat(ours, [ours.eos_token_id], "m")
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    {
+        "{% for": "{% set messages = messages[-3:] %}{% for",  # a window
+        "message.role + '": "message.role + ' ' ~ loop.index + '",  # rounds with numbers
+        "{% if add": "{% if messages|length > 3 %}<|im_start|>Be brief.{% endif %}{% if add",
+    }.items(),
+)
+def test_a_template_that_writes_later_turns_otherwise_is_refused(before, after):
+    """What was said would have other ids in the next turn."""
+    ours = dressed(byte_level(IM), CHATML.replace(before, after), (None, "<|im_end|>"))
+    with pytest.raises(ModelError, match="it writes later turns otherwise than the first ones"):
         read_chat(ours, [ours.eos_token_id], "m")
 
 
