@@ -39,6 +39,7 @@ KINDS = {  # the distributions that are drawn here, and their keys
 }
 PLACED = ("seed", "runs_dir", "run_name", "resume")  # flags that the runner gives to each run
 LIGHT = {"envs", *sys.stdlib_module_names}  # what is imported to know a program's flags
+MOST_ROWS = 10_000
 TRIALS = 16  # rows of random and bayes where the file has no run_cap
 
 
@@ -135,6 +136,9 @@ def faults(sweep) -> Iterator[str]:
         if name.replace("-", "_") in PLACED:
             yield f"{name}: {placed(name)}"
         yield from (f"{name}: {fault}" for fault in faults_of_parameter(parameter, method))
+    rows = math.prod(len(p.get("values", "1")) for p in parameters.values())
+    if method == "grid" and rows > MOST_ROWS and "run_cap" not in sweep:
+        yield f"parameters: a grid of {rows:,} rows, {MOST_ROWS:,} are the most without run_cap"
 
 
 def placed(name: str) -> str:
@@ -197,7 +201,7 @@ def faults_of_parameter(parameter, method: str) -> Iterator[str]:
 
 
 def is_number(value) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def kind_of(parameter: dict) -> str:
@@ -310,7 +314,7 @@ def rows_of_sweep(sweep: dict, args) -> list[dict]:
     parameters, most = sweep["parameters"], args.trials or sweep.get("run_cap")
     if sweep["method"] == "grid":
         values = [p["values"] if "values" in p else [p["value"]] for p in parameters.values()]
-        rows = [dict(zip(parameters, row)) for row in itertools.product(*values)]
+        rows = (dict(zip(parameters, row)) for row in itertools.product(*values))
     else:
         trial = Draw(random.Random(args.draw_seed))
         rows = [
@@ -321,7 +325,9 @@ def rows_of_sweep(sweep: dict, args) -> list[dict]:
     for row in rows:
         values = (int(v) if type(v) is float and v.is_integer() else v for v in row.values())
         kept.setdefault((*map(str, values),), row)
-    return [*kept.values()][:most]
+        if len(kept) == most:
+            break
+    return [*kept.values()]
 
 
 def varied_in(sweep: dict) -> list[str]:
@@ -366,9 +372,14 @@ def command_of(sweep: dict, config: dict) -> list[str]:
 
 
 def text_of(sweep: dict) -> str | None:
-    """The hash of the program's text."""
+    """The hash of the program's text and of the worlds that it imports."""
     program = ROOT / sweep["program"]
-    return hash_file(program) if program.is_file() else None
+    if not program.is_file():
+        return None
+    names = re.findall(r"^from (envs\.[\w.]+) import", program.read_text(errors="replace"), re.M)
+    places = [ROOT / name.replace(".", "/") for name in names]
+    files = [f for p in places for f in (p.with_suffix(".py"), *sorted(p.rglob("*.py")))]
+    return digest(*map(hash_file, [program, *filter(Path.is_file, files)]))
 
 
 def job_of(sweep: dict, row: int, config: dict, seed: int, more: list[str]) -> Job:

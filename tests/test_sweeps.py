@@ -412,6 +412,21 @@ def test_an_edited_file_has_the_table_of_a_fresh_start(sweep, tmp_path, edit):
     assert table_of(file) == table_of_a_fresh_start(file) != old
 
 
+def test_another_text_of_its_world_is_another_program(tmp_path, monkeypatch):
+    """Of the modules of envs that it imports, and of nothing else."""
+    monkeypatch.setattr(sweep_file, "ROOT", tmp_path)
+    (tmp_path / "envs" / "house").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text("from envs.house import House\nfrom envs.room import Room\n")
+    seen = set()
+    for number, name in enumerate(("room.py", "house/__init__.py", "house/door.py"), 1):
+        (tmp_path / "envs" / name).write_text("a = 1\n")
+        seen.add(sweep_file.text_of({"program": "mine.py"}))
+        assert len(seen) == number
+    for name in ("other.py", "house/door.pyc"):
+        (tmp_path / "envs" / name).write_text("a = 1\n")
+        assert sweep_file.text_of({"program": "mine.py"}) in seen
+
+
 def test_another_text_of_the_program_is_another_program(sweep, tmp_path):
     file = sweep({"alpha": {"values": [1, 2]}})
     execute(file)

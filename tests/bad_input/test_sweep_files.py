@@ -124,6 +124,11 @@ REFUSED = {
     "ends in quotes": (drawn(min="0,1", max=1.0), "alpha: min '0,1': has to be a number"),
     "booleans as ends": (drawn(min=False, max=True), "alpha: min False: has to be a number"),
     "an end that is infinite": (drawn(min=0.0, max=float("inf")), "alpha: max inf: has to be"),
+    "an end of 401 figures": (drawn(min=0, max=10**400), "alpha: max 1000"),
+    "a grid without end": (
+        of(**{f"a{n}": {"values": [*range(10)]} for n in range(9)}),
+        "parameters: a grid of 1,000,000,000 rows, 10,000 are the most without run_cap",
+    ),
     "ends the wrong way": (drawn(min=2, max=1), "alpha: min 2: has to be below max 1"),
     "ends that are equal": (drawn(min=1.0, max=1.0), "alpha: min 1.0: has to be below max 1.0"),
     "the logarithm of 0": (
@@ -191,6 +196,11 @@ RUN = {
     "lists": (of(alpha={"value": 1}, names={"values": [[], ["a"], ["a", "b"]]}), ["1"] * 3),
     "infinity": (of(alpha={"value": 1}, lr_halving={"value": float("inf")}), ["1"]),
     "run_cap of a grid": (of(alpha={"values": [5, 6, 7]}) | {"run_cap": 2}, ["5", "6"]),
+    "run_cap of a grid without end": (
+        of(alpha={"value": 5}, **{f"a{n}": {"values": [*range(10)]} for n in range(9)})
+        | {"run_cap": 2},
+        ["5", "5"],
+    ),
     "a literal python3": (
         of(alpha={"values": [1]}) | {"command": ["python3", "${program}", "${args}"]},
         ["1"],
