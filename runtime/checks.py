@@ -57,7 +57,7 @@ def evaluation_tasks(env, eval_set: str):
     world = getattr(env, "eval_env", env)
     if eval_set == "panel":
         return world.eval_tasks
-    if not hasattr(world, "validation_tasks"):
+    if getattr(world, "validation_tasks", None) is None:
         refuse("eval_set", eval_set, f"{env.name} has no validation_tasks (envs/README.md)")
     return world.validation_tasks
 

@@ -3,13 +3,13 @@
 import asyncio
 import sys
 from collections import Counter
-from contextlib import closing, contextmanager
+from contextlib import aclosing, contextmanager
 
 from runtime.data import Trajectory
 from runtime.distributed import processes
 from runtime.engines import served
 from runtime.view.terminal import warn
-from runtime.worlds import Door, WorldFault, summary_of, task_of
+from runtime.worlds import Door, WorldFault, asked, summary_of, task_of
 
 import torch
 from tqdm import tqdm
@@ -34,7 +34,7 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     are, where a task's has raised three times in this run (run.failed), where none is left, and
     where members of a group begin with different prompts."""
     tasks = [task_of(env, task) for task in tasks]
-    units = [getattr(env, "together", int)(task) for task in tasks]  # which are not divided
+    units = [asked(env, "together", task, task) for task in tasks]  # which are not divided
     every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine = [task for task, unit in zip(tasks, units) if unit in ours]
@@ -60,12 +60,12 @@ async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list
     """The trajectories of these tasks, without those whose world raised. The engine answers beside
     them; where it fails for good, its EngineError passes."""
     bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
-    prompts: dict[int, tuple] = {}
+    begun, firsts = {}, {}  # {task: its first episode}
     won = []
 
     async def one(task: int) -> Trajectory | None:
         try:
-            with closing(Door(env, task)) as door:
+            async with aclosing(Door(env, task, begun)) as door:
                 t = await play(door, run.engine, run.chat, task, sampling, run.args)
         except WorldFault as fault:
             if not fault.counted:
@@ -73,8 +73,11 @@ async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list
                 faults.append((task, str(fault).partition(": ")[2]))
             return None
         t.anchor, seen = door.episode.anchor, door.episode.prompt
-        is_same = prompts.setdefault(task, (seen, seen.picture)) == (seen, seen.picture)
-        door.require(is_same, "prompt", seen, "the same as in the task's other episodes")
+        first = firsts.setdefault(task, door.episode)
+        equal = "the same as in the task's other episodes"
+        is_same = (seen, seen.picture) == (first.prompt, first.prompt.picture)
+        door.require(is_same, "prompt", seen, equal)
+        door.require(t.anchor == first.anchor, "anchor", t.anchor, equal)
         if not t.steps:
             most = run.args.max_context_tokens
             sys.exit(f"--max-context-tokens {most}: too few for task {task}'s prompt and an answer")

@@ -6,6 +6,7 @@ raises costs its own episode (WorldFault).
 import asyncio
 import inspect
 import math
+import os
 import reprlib
 import sys
 from collections import Counter
@@ -31,11 +32,12 @@ class WorldFault(Exception):
 
 
 class Door:
-    """A world as one episode's `play` sees it: its reset and its other attributes."""
+    """A world as one episode's `play` sees it: its reset and its other attributes. begun: what it
+    has returned for the episodes that are played beside this one, {id: object}."""
 
-    def __init__(self, env, task: int):
+    def __init__(self, env, task: int, begun: dict | None = None):
         self.env, self.task = env, task
-        self.episode = None
+        self.episode, self.begun = None, {} if begun is None else begun
 
     def __getattr__(self, name: str):
         return getattr(self.env, name)
@@ -44,14 +46,19 @@ class Door:
         """A fresh episode. Raises WorldFault where the world raises."""
         with self.guarded():
             own = self.env.reset(task)
+        is_fresh = own is not self.env and id(own) not in self.begun
+        wanted = "an object of the episode's own: all are played side by side"
+        self.require(is_fresh, "reset", own, wanted)
+        self.begun[id(own)] = own
         self.episode = Episode(self, own)
         return self.episode
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Tell the world that its episode is not played on, where it wants to know."""
         if self.episode and hasattr(self.episode.own, "close"):
             with self.guarded():
-                self.episode.own.close()
+                if inspect.isawaitable(closed := self.episode.own.close()):
+                    await closed
 
     @contextmanager
     def guarded(self):
@@ -192,8 +199,8 @@ def require(is_right: bool, env, what: str, found, expected: str) -> None:
     """End the run with one line where something is not what it has to be."""
     if not is_right:
         name = getattr(env, "name", type(env).__name__)
-        shown = " ".join(SHORT.repr(found).split())  # an array's has many lines
-        told = f"{name}: {what} is {type(found).__name__} {shown}"[:300]
+        told = f"{name}: {what} is {type(found).__name__} {SHORT.repr(found)}"
+        told = " ".join(told.split())[:300]  # an array's has many lines
         sys.exit(plain(f"{told}, expected {expected}"))
 
 
@@ -216,8 +223,13 @@ def task_of(env, task) -> int:
 def check_world(env) -> None:
     """Exit with one line where a world has no name or no tasks, or a task twice."""
     name, panel = getattr(env, "name", None), getattr(env, "eval_env", env)
-    require(isinstance(name, str), env, "name", name, "a str")
+    require(isinstance(name, str) and name.isprintable(), env, "name", name, "a str of one line")
+    if (data := getattr(env, "data", None)) is not None:
+        is_there = isinstance(data, str | Path) and os.path.isdir(data)
+        require(is_there, env, "data", data, "a directory")
     for world in {id(each): each for each in (env, panel)}.values():
+        measures = getattr(world, "measures", [])
+        require(isinstance(measures, list | tuple), world, "measures", measures, "a list of names")
         needed, sets = {SETS[0]: world is env, SETS[1]: world is panel}, {}
         for kind in SETS:
             if (tasks := getattr(world, kind, None)) is None and not needed.get(kind):
@@ -249,14 +261,18 @@ def opened(env, task) -> Episode:
         sys.exit(plain(f"{env.name}: {fault}"))
 
 
+def asked(env, method: str, default, *given):
+    """What a method of the world returns, or the default; exits with one line where it raises."""
+    try:
+        return getattr(env, method)(*given) if hasattr(env, method) else default
+    except Exception as error:
+        said = f"{method}({', '.join(map(str, given))}) raised {type(error).__name__}: {error}"
+        sys.exit(plain(f"{getattr(env, 'name', type(env).__name__)}: {said.partition(chr(10))[0]}"))
+
+
 def summary_of(env) -> dict[str, float]:
     """The world's numbers of the episodes since the last call; exits where a value is no number."""
-    name = getattr(env, "name", type(env).__name__)
-    try:
-        found = env.summary() if hasattr(env, "summary") else {}
-    except Exception as error:
-        said = f"summary() raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        sys.exit(plain(f"{name}: {said}"))
+    found = asked(env, "summary", {})
     require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
     numbers = {key: number_of(value) for key, value in found.items()}
     for key, number in numbers.items():

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -76,7 +77,6 @@ def test_a_flag_of_the_world_with_a_name_that_is_taken(name, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
 TYPES = {
     "from pathlib import Path\nplace: Path = Path('x')": "--place: {}, not Path",
     "cells: int | None = None": "--cells: {}, not int | None",
@@ -93,6 +93,7 @@ def test_a_flag_of_the_world_has_a_plain_type(lines, tmp_path):
     assert said == TYPES[lines].format(plain)
 
 
+def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
     lines = {
         "flags": "seed_of_world: int = 1  # Something else.",
         "step": "reward = torch.tensor(0.5)",
@@ -135,6 +136,13 @@ SETS = {  # what the world has: (what is named, what was found or is expected)
     "eval_env = SimpleNamespace(name='judge', eval_tasks=[3, 3])": ("judge: a task in eval", ONCE),
     "name = None": ("name is NoneType", "a str"),
     "name = 7": ("name is int 7", "a str"),
+    "name = 'a\\nb'": ("a b: name is str", "a str of one line"),
+    "data = 'nowhere'": ("data is str 'nowhere'", "a directory"),
+    "data = __file__": ("data is str", "a directory"),
+    "data = 7": ("data is int 7", "a directory"),
+    "measures = 'rooms'": ("measures is str 'rooms'", "a list of names"),
+    "measures = None": ("measures is NoneType None", "a list of names"),
+    "def together(self, task): raise KeyError(task)": ("together(0) raised KeyError: 0",),
     "del name": ("World: name is NoneType", "a str"),
     "train_tasks = []": ("--tasks-per-iteration 2", "has 0 training tasks"),
     "eval_tasks = range(1)": ("--eval-tasks 2", "has 1"),
@@ -148,10 +156,9 @@ def test_sets_of_tasks_are_refused_at_the_start(line, tmp_path):
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]
 
 
-def test_a_world_without_validation_tasks(tmp_path):
-    said = said_in_one_line(
-        run_in(tmp_path, "--eval-set", "validation", world="del validation_tasks")
-    )
+@pytest.mark.parametrize("line", ["del validation_tasks", "validation_tasks = None"])
+def test_a_world_without_validation_tasks(line, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, "--eval-set", "validation", world=line))
     assert said.startswith("--eval-set validation: tiny world has no validation_tasks")
 
 
@@ -182,6 +189,7 @@ BEGIN = {  # (the lines of the world): what is named
     ("reset", "raise asyncio.CancelledError"): "task 0: the world raised CancelledError",
     ("reset", "return None"): "has no attribute 'prompt'",
     ("reset", "return {'prompt': 'go'}"): "has no attribute 'prompt'",
+    ("reset", "self.prompt = 'go'; return self"): "task 0: reset is World <tiny.World",
     ("begin", "del self.prompt"): "has no attribute 'prompt'",
     ("begin", "self.prompt = None"): "task 0: prompt is NoneType None, expected a str",
     ("begin", "self.prompt = b'go'"): "task 0: prompt is bytes b'go', expected a str",
@@ -198,6 +206,31 @@ def test_the_panels_prompts_are_read_in_one_line(where, line, tmp_path):
     said = said_in_one_line(run_in(tmp_path, **{where: line}))
     assert said.startswith("tiny world: task ") and BEGIN[where, line] in said, said
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]
+
+
+def test_episodes_that_share_an_object_are_refused(tmp_path):
+    """A world of Gymnasium's kind keeps one episode; here all are played side by side."""
+    kept = "self.kept = getattr(self, 'kept', None) or Episode(self, task)\nreturn self.kept"
+    said = line_of(played, world_with(tmp_path, reset=kept), [120, 121], stage())
+    assert said.startswith("tiny world: task 121: reset is Episode <tiny.Episode object at ")
+    assert said.endswith(", expected an object of the episode's own: all are played side by side")
+
+
+def test_episodes_of_a_task_begin_in_equal_states(tmp_path):
+    """Those without an __eq__ of their own never are: no step would be compared with another."""
+    world = world_with(tmp_path, begin="self.anchor = object()")
+    said = line_of(played, world, [120, 120], stage())
+    assert said.startswith("tiny world: task 120: anchor is object <object object at ")
+    assert said.endswith(", expected the same as in the task's other episodes")
+    state = "self.anchor = (np.int64(task), frozenset('ab'))"
+    assert len(played(world_with(tmp_path, begin=state), [120, 120, 121], stage())) == 3
+
+
+def test_a_close_that_waits_is_awaited(tmp_path, recwarn):
+    close = "async def close(self):\n    await asyncio.sleep(0)\n    self.world.closed = True"
+    world = world_with(tmp_path, more=close)
+    assert len(played(world, [120], stage())) == 1 and world.closed
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
 
 
 @pytest.mark.parametrize("script", ["gigpo_sokoban", "graphgpo_sokoban"])
@@ -476,6 +509,7 @@ COLUMNS = {  # column: (a value at which nothing is learnt, one at which somethi
     "train/valid_actions": (0.0, 0.01, "warm_start.py"),
     "train/dead_groups": (1.0, 0.9, "--temperature"),
     "prm/pairs": (0, 1, "--pair-margin"),
+    "policy/pairs": (0, 1, "--pair-margin"),
     "policy/moved": (0.0, 0.9, "--learning-rate"),
 }
 MOVES = {column: moves for column, (_, moves, _) in COLUMNS.items()}
@@ -509,7 +543,6 @@ def test_the_first_reason_is_told_and_not_what_follows_from_it(capsys):
         bad[column] = MOVES[column]
     assert told_of([bad] * 9, capsys) == []
 
-    "policy/pairs": (0, 1, "--pair-margin"),
 
 def test_a_critic_learns_without_groups(capsys):
     row = MOVES | {"train/dead_groups": 1.0}
@@ -546,7 +579,9 @@ RUNS = {  # words: (the world's step, the script, pieces of the warning)
     ),
     "--pair-margin 1.5": (VARIED, "istar_webshop", "(prm/pairs 0)"),
     "--max-action-tokens 3": (VARIED, "rloo_sokoban", "(train/cut 1)"),
+    "--pair-margin 1.25": (VARIED, "dpo_webshop", "(policy/pairs 0)"),
     "--learning-rate 1e-12": (VARIED, "rloo_sokoban", "(policy/moved "),
+    "--learning-rate 1e-12 --policy-lora-rank 4": (VARIED, "rloo_sokoban", "(policy/moved 0)"),
     "--max-context-tokens 130": (f"{VARIED}\n{LONG}", "rloo_sokoban", "(train/truncated 1)"),
 }
 
@@ -580,9 +615,7 @@ def test_a_run_that_learns_says_nothing(words, tmp_path):
 def test_an_edit_between_two_starts_is_told(edited, tmp_path):
     write(tmp_path)
     assert run_there(tmp_path).returncode == 0
-    "--pair-margin 1.25": (VARIED, "dpo_webshop", "(policy/pairs 0)"),
     for name in ("mine.py", "tiny.py"):
-    "--learning-rate 1e-12 --policy-lora-rank 4": (VARIED, "rloo_sokoban", "(policy/moved 0)"),
         if edited in (name, "both", "before hashes"):
             with open(tmp_path / name, "a") as file:
                 file.write("\n# another line\n")
@@ -603,6 +636,19 @@ def test_an_edit_between_two_starts_is_told(edited, tmp_path):
     assert again.returncode == 0 and "was edited" not in again.stdout
     starts = json.loads(record.read_text())["starts"]
     assert [len(start["hashes"]) for start in starts] == [3 if "before" in edited else 5, 5, 5]
+
+
+def test_a_world_that_is_in_the_script_is_told_once(tmp_path):
+    write(tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    line = re.search(r"^from tiny import World as (\w+), Flags as (\w+)$", text, re.MULTILINE)
+    inside = program(step="pass") + f"\n{line[1]}, {line[2]} = World, Flags"
+    (tmp_path / "mine.py").write_text(text.replace(line[0], inside))
+    assert run_there(tmp_path).returncode == 0
+    with open(tmp_path / "mine.py", "a") as file:
+        file.write("\n# another line\n")
+    done = run_there(tmp_path, "--run-name", "", "--resume", "runs/a", "--iterations", "2")
+    assert done.returncode == 0 and done.stdout.count("was edited") == 1
 
 
 # ------------ a reader that leaves ------------
@@ -629,16 +675,3 @@ def test_the_streams_are_those_of_before_afterwards():
     with contextlib.redirect_stdout(io.StringIO()) as said:
         ends_cleanly(main)()
         assert sys.stdout is said and said.getvalue() == "a line\n" and seen[0] is not said
-def test_a_world_that_is_in_the_script_is_told_once(tmp_path):
-    write(tmp_path)
-    text = (tmp_path / "mine.py").read_text()
-    line = re.search(r"^from tiny import World as (\w+), Flags as (\w+)$", text, re.MULTILINE)
-    inside = program(step="pass") + f"\n{line[1]}, {line[2]} = World, Flags"
-    (tmp_path / "mine.py").write_text(text.replace(line[0], inside))
-    assert run_there(tmp_path).returncode == 0
-    with open(tmp_path / "mine.py", "a") as file:
-        file.write("\n# another line\n")
-    done = run_there(tmp_path, "--run-name", "", "--resume", "runs/a", "--iterations", "2")
-    assert done.returncode == 0 and done.stdout.count("was edited") == 1
-
-
