@@ -88,6 +88,14 @@ def test_the_list_has_every_script_that_the_readme_has():
     assert set(linked) == set(blocks.SCRIPTS)
 
 
+def test_the_readme_shows_the_page_as_it_is():
+    """Every piece between the dots, line by line."""
+    shown = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    page = (ROOT / "istar_webshop.py").read_text()
+    assert shown.count("\n") > 15
+    assert all(piece in page for piece in shown.split("        ...\n"))
+
+
 def test_every_shared_part_is_compared(tree):
     """One byte changed in anything that two scripts hold, at its beginning or end, is found once
     and shown as a unified diff: blocks, and functions and classes outside of them."""
