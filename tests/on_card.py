@@ -95,14 +95,13 @@ class Stage:
         defaults |= dict(max_steps=4, engine_gpu_share=0.3, engine_memory=1)
         self.args = settings(dtype=dtype, **defaults | changes)
         self.free = torch.cuda.mem_get_info()[0] if CUDA else 0  # [bytes]
-        self.path, self.stop = path, json.loads(Path(path, "config.json").read_text())
-        self.stop = self.stop["eos_token_id"]
+        config = json.loads(Path(path, "config.json").read_text())
+        self.path, self.stop, self.vocabulary = path, config["eos_token_id"], config["vocab_size"]
         self.engine = VllmEngine(path, [self.stop], self.args)
 
     def train(self):
         """The trainer's model, which the engine then has too."""
         self.model = policy_of(self.path)
-        self.vocabulary = self.model.config.vocab_size
         self.engine.load(self.model)
 
     def contexts(self, count: int = 12, longest: int = 400) -> list[list[int]]:
@@ -258,10 +257,9 @@ def chi_squared(tokens: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def templates_and_stops(stage: Stage) -> dict:
-    """Of a conversation of three turns: whether its ids are those of the whole template, wherever
-    an answer ended by itself; and of answers that half of the vocabulary stops, how many do not end
-    with the first token that stops them, or are longer than they may be."""
-
+    """Of a conversation of three turns: whether its ids are those of the whole template. Of answers
+    that a quarter of the vocabulary stops: how many do not end with the first token that stops
+    them, or are longer than they may be."""
     tokenizer = read_tokenizer(stage.path, stage.model, False)
     chat, rng = read_chat(tokenizer, [stage.stop], stage.path), random.Random(0)
     ids, turns = chat.prompt("What is a wall?"), []
@@ -354,7 +352,7 @@ def lora(path: str, first_rate: float, least: float) -> dict:
     base = policy_of(path, torch.bfloat16)
     torch.manual_seed(0)
     adapted = add_adapter(base, "policy", load("rloo_sokoban").lora(LORA_RANK))
-    stage.model, stage.vocabulary = adapted, base.config.vocab_size
+    stage.model = adapted
     stage.engine.load(adapted)
     samples = stage.asked(stage.contexts(24, 200))
     batch = batch_of(samples)
@@ -414,7 +412,7 @@ def lora(path: str, first_rate: float, least: float) -> dict:
 def decode(path: str) -> dict:
     """Tokens a second that 64 sequences get, prompts of 128 tokens included."""
     stage, rng = Stage(path, "bfloat16", eager=False, max_context_tokens=1024), random.Random(0)
-    prompts = [[rng.randrange(300, 100_000) for _ in range(128)] for _ in range(64)]
+    prompts = [[rng.randrange(300, stage.vocabulary) for _ in range(128)] for _ in range(64)]
     stage.asked(prompts, max_tokens=8, stop_token_ids=[])
     begin = time.perf_counter()
     samples = stage.asked(prompts, max_tokens=512, stop_token_ids=[])
@@ -430,7 +428,8 @@ def update(path: str, tokens: int = 4096) -> dict:
     args = settings(dtype="bfloat16", micro_batch_tokens=tokens, minibatches=1)
     shape, length, rng = shape_of(network.model.config), 1024, random.Random(0)
     words = [
-        [rng.randrange(300, 100_000) for _ in range(length)] for _ in range(4 * tokens // 1024)
+        [rng.randrange(300, shape.vocabulary) for _ in range(length)]
+        for _ in range(4 * tokens // length)
     ]
     cut = length * 3 // 4
     batch = batch_of([(ids[:cut], (ids[cut:], [0.0] * (length - cut))) for ids in words])
