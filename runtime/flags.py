@@ -172,7 +172,8 @@ def kinds_of(args_class) -> dict[str, Flag]:
         if is_dataclass(kind):
             flags |= kinds_of(kind)
             continue
-        if kind not in (*OWN, bool) and get_origin(kind) is not Literal:
+        positional = tyro.conf.Positional in marks
+        if kind not in (*OWN, bool) and get_origin(kind) is not Literal and not positional:
             plain = "int, float, bool, str, Literal or tuple[str, ...]"
             name = getattr(kind, "__name__", kind) if not get_args(kind) else kind
             sys.exit(f"--{each.name.replace('_', '-')}: the type of a flag is {plain}, not {name}")
@@ -181,21 +182,25 @@ def kinds_of(args_class) -> dict[str, Flag]:
             values = OWN.get(kind)
         ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
         values = replace(values, **ends) if ends else values
-        flags[each.name] = Flag(kind, each.default, values, tyro.conf.Positional in marks)
+        flags[each.name] = Flag(kind, each.default, values, positional)
     return flags
+
+
+ASKING = []  # of all calls: with python -O tyro never drops the registry of an earlier one
 
 
 def metavars(flags: dict[str, Flag]) -> tyro.constructors.ConstructorRegistry:
     """With it --help shows the range of each number, as in --clip FLOAT>0."""
-    registry, asking = tyro.constructors.ConstructorRegistry(), []
+    registry = tyro.constructors.ConstructorRegistry()
+    ASKING.clear()
 
     @registry.struct_rule
     def with_metavars(info):
-        if not is_dataclass(info.type) or asking:
+        if not is_dataclass(info.type) or ASKING:
             return None  # tyro's own rule
-        asking.append(info)
+        ASKING.append(info)
         found = registry.get_struct_spec(info)
-        asking.pop()
+        ASKING.pop()
         return replace(found, fields=tuple(map(with_metavar, found.fields)))
 
     def with_metavar(field):
