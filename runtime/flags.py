@@ -103,7 +103,7 @@ TABLE = {
     Range(float, SMALL, math.inf): "lr_halving max_grad_norm",  # inf: without a limit
     Range(float, 0.0, LARGE): """alpha beta invalid_penalty engine_cap prm_ridge prm_weight_decay
         pair_margin step_weight""",
-    Text(): """model runs_dir resume out webshop_data sotopia_data alfworld_data
+    Text(): """model runs_dir resume out webshop_data sotopia_data alfworld_data game
         partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
         eval_judge_url eval_judge_model chat_template_kwargs""",
     Text(component=True): "run_name",

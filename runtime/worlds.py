@@ -46,9 +46,9 @@ class Door:
         """A fresh episode. Raises WorldFault where the world raises."""
         with self.guarded():
             own = self.env.reset(task)
-        is_fresh = own is not self.env and id(own) not in self.begun
+        shared = own is self.env or id(own) in self.begun
         wanted = "an object of the episode's own: all are played side by side"
-        self.require(is_fresh, "reset", own, wanted)
+        self.require(not (shared and getattr(own, "__dict__", None)), "reset", own, wanted)
         self.begun[id(own)] = own
         self.episode = Episode(self, own)
         return self.episode

@@ -380,6 +380,10 @@ def paragraph(module, title: str) -> str:
 def advantages_of_main(module, **given) -> torch.Tensor:
     """What the paragraph leaves in `advantages`, from the names that it finds."""
     names = vars(module) | {"run": Told()} | given
+    if "policy_slope" in names:  # part 3 needs to know the credited steps too
+        lines = paragraph(module, "PRM").splitlines()
+        own = [line for line in lines if line.startswith(("step_group", "paired", "credited"))]
+        exec("\n".join(own), names)
     exec(paragraph(module, "Advantages"), names)
     return names["advantages"]
 
