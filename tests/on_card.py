@@ -54,8 +54,8 @@ BINS = 50  # of tokens with about the same probability in sum
 
 def build(path: str, shape: list, seed: int = 0, dtype: str = "float32") -> dict:
     """Save a random Qwen2 of this shape, as benchmarks/memory.py has it. Embeddings are wide enough
-    that log-probabilities differ as a trained model's do."""
-
+    that log-probabilities differ; the first layer outweighs them, else a head that is tied to them
+    says what was last read, and the layers after it, which would multiply rounding."""
     torch.manual_seed(seed)
     with torch.device(DEVICE):
         model = random_qwen(tuple(shape))
@@ -65,8 +65,11 @@ def build(path: str, shape: list, seed: int = 0, dtype: str = "float32") -> dict
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
     )
+    first = model.model.layers[0]
     with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(3)
+        model.get_input_embeddings().weight.mul_(2)
+        for projection in (first.self_attn.o_proj, first.mlp.down_proj):
+            projection.weight.mul_(10)
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     model.to(getattr(torch, dtype)).save_pretrained(path)

@@ -230,10 +230,11 @@ def test_weight_sync(engine, figure):
         assert figure(f"{dtype}, load after sleep [s]", engine(dtype)["load"], high=10)
 
 
-def test_lora_in_the_process(model, figure, cards):
-    """Updates that are small beside a weight reach what is sampled. The small model of a CPU needs
-    larger ones, of which a merged adapter would keep enough too."""
-    found = measured("lora", path=model, first_rate=1e-5, least=0.5 if cards else 0.1)
+def test_lora_in_the_process(model, figure):
+    """Updates that are small beside a weight reach what is sampled. A small random model does not
+    tell an adapter from a merged one, whose share is nearly as large: a card's or a trained one
+    has to (--gpu-model)."""
+    found = measured("lora", path=model, first_rate=1e-5, least=0.5)
     figure("rate of ten steps", found["rate"])
     figure("change relative to the weights", found["relative"])
     figure("spread of episodes' shifts by the trainer [nats]", found["shift"])
