@@ -63,9 +63,9 @@ class Run:
         self.told = set()  # why this run cannot learn, which it says once
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
-        refuse_other_ranks(self)
+        hashes = refuse_other_ranks(self)
         if processes.rank() == 0:
-            open_run(self)
+            open_run(self, hashes)
         args.run_args.resume, self.path = processes.broadcast((args.run_args.resume, self.path))
         torch.manual_seed(args.seed)
 

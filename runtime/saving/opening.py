@@ -37,18 +37,18 @@ TOLD = {  # hashes of run.json: what they are of
 }
 
 
-def refuse_other_ranks(run) -> None:
+def refuse_other_ranks(run) -> dict[str, str]:
     """Exit where the processes of a run were started with other flags, scripts, models or panels
-    than the first: they would train one policy on what is not the same."""
+    than the first: they would train one policy on what is not the same. Its hashes_of otherwise."""
+    hashes = hashes_of(run)
     if processes.count() == 1:
-        return
+        return hashes
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
-    files = sources_of(run.env)
-    told |= {f"the source of the {what}": hash_file(Path(files[what])) for what in files}
-    told["the files of the model"] = hash_files(Path(run.model_path))
+    told |= {f"the source of the {what}": hashes[what] for what in sources_of(run.env)}
+    told["the files of the model"] = hashes["model"]
     tasks = run.env.train_tasks
     told["the list of training tasks"] = tasks if isinstance(tasks, range) else [*map(int, tasks)]
-    told["the panel"] = [run.eval_tasks, hash_of_panel(run.args, run.env)]
+    told["the panel"] = [run.eval_tasks, hashes["panel"]]
     first, *others = processes.gather([told])
     for rank, other in enumerate(others, 1):
         differ = [name for name in first if other.get(name) != first[name]]
@@ -58,9 +58,10 @@ def refuse_other_ranks(run) -> None:
         if differ:
             what = "; ".join(flags or [f"{name} is another" for name in differ])
             sys.exit(f"process {rank} was started otherwise than process 0: {what}")
+    return hashes
 
 
-def open_run(run) -> None:
+def open_run(run, hashes: dict[str, str]) -> None:
     """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
     --resume names (auto: the run --run-name, else the newest unfinished one of this script with
     these flags, else a new one). Exits with one line where the run cannot be had: it does not
@@ -72,7 +73,7 @@ def open_run(run) -> None:
         found = f"goes on with {run_args.resume}"
         found = found if run_args.resume else "nothing to go on with, a new run"
         terminal.say(f"--resume auto: {found}")
-    resume, starts, start = run_args.resume, [], provenance(args, run.model_path, run.env)
+    resume, starts, start = run_args.resume, [], provenance(args, run.env, hashes)
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(resume or Path(run_args.runs_dir, name))
     is_there = os.path.isfile(path / "args.json")
@@ -211,10 +212,16 @@ def hash_of_panel(args, env) -> str:
     return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()
 
 
-def provenance(args, model: str, env) -> dict:
-    """An entry of run.json, for one start of a run. The hashes are of the files of the model and of
-    the data, and of the panel's prompts and pictures; a run is not taken up where they differ. And
-    of the script and the world, whose edits are told."""
+def hashes_of(run) -> dict[str, str]:
+    """SHA-256 of the model's files, of the panel's prompts and pictures, of script and world."""
+    hashes = {"model": hash_files(Path(run.model_path))}
+    hashes["panel"] = hash_of_panel(run.args, run.env)
+    return hashes | {what: hash_file(Path(file)) for what, file in sources_of(run.env).items()}
+
+
+def provenance(args, env, hashes: dict[str, str]) -> dict:
+    """An entry of run.json, for one start of a run. A run is not taken up where the hash of the
+    model, of the data or of the panel differs; edits of the script and the world are told."""
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -232,12 +239,7 @@ def provenance(args, model: str, env) -> dict:
             "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "memory_gib": round(memory, 1),
         },
-        "hashes": {
-            "model": hash_files(Path(model)),
-            "data": hash_files(getattr(env, "data", None)),
-            "panel": hash_of_panel(args, env),
-        }
-        | {what: hash_file(Path(file)) for what, file in sources_of(env).items()},
+        "hashes": hashes | {"data": hash_files(getattr(env, "data", None))},
     }
 
 
