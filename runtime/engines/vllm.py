@@ -60,7 +60,6 @@ class VllmEngine(Engine):
         else:
             # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
-            multiply_with_one_adapter()
         if self.image_token is not None:
             from runtime.vision.vllm_pictures import read_without_torchvision
 
@@ -71,6 +70,8 @@ class VllmEngine(Engine):
         self.takes_adapter = bool(args.policy_lora_rank) and args.run_args.dtype != "float32"
         self.adapter, self.adapters = None, itertools.count(1)  # vLLM's request for it; new ids
         if self.takes_adapter:
+            if not self.cuda:
+                multiply_with_one_adapter()
             settings |= dict(enable_lora=True, max_lora_rank=lora_rank_for(args.policy_lora_rank))
             if self.image_token is not None and not args.world.freeze_vision:
                 settings["enable_tower_connector_lora"] = True
