@@ -209,7 +209,7 @@ class Run:
 
     def save(self, trajectories: list = (), **columns: torch.Tensor) -> None:
         """Write the iteration's row, its episodes, whose steps get their entry of every column [S],
-        the terminal's line, curve.png, and a checkpoint where one is due."""
+        the terminal's line, curve.png at an evaluation, and a checkpoint where one is due."""
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)
@@ -238,7 +238,8 @@ class Run:
             done, left = self.iteration - first, self.args.iterations - self.iteration
             pace = (time.perf_counter() - begun) / done if done else 0.0  # seconds an iteration
             report.show(self.row, pace * left or None)
-            report.draw_curve(self.rows, self.path)
+            if self.panel or self.iteration == self.args.iterations:
+                report.draw_curve(self.rows, self.path)
         if self.iteration:
             kept = self.rows, self.networks, self.tokenizer, self.args, self.lists
             save_checkpoint(self.path, *kept)
