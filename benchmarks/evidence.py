@@ -116,6 +116,7 @@ COEFFICIENTS = {
     "istar": over("prm-learning-rate", 3e-4) + over("alpha", 0.3, 3),
 }
 ON_SOKOBAN = "rloo grpo reinforce_pp gigpo graphgpo istar"
+PAGES_SOKOBAN = "rloo gagpo g2po istar istar_paper graphgpo gigpo grpo reinforce_pp"  # of today
 ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
 ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
@@ -136,6 +137,7 @@ STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
+    "page-sokoban": Study(every(PAGES_SOKOBAN, "sokoban", f"{MIDDLE} --eval-every 20")),
     "sokoban": Study(every(ON_SOKOBAN, "sokoban", MIDDLE), level=0.5),
     "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
     "sotopia": Study(every(ON_SOTOPIA, "sotopia", MIDDLE), level=3.5),
