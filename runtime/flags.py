@@ -128,6 +128,7 @@ class Flag:
     default: Any
     values: Range | Text | None  # of the table; None where the type says all
     positional: bool  # words without a name: tyro.conf.Positional
+    owner: str  # the dataclass that has it
 
     def refusal(self, value: str) -> str:
         """Why this cannot be the flag's value, or nothing."""
@@ -146,31 +147,22 @@ def parse(args_class: type[T], description: str) -> T:
 
     Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
     --flag=False, and a list as --flag=['a', 'b']."""
-    check_names(args_class)
     flags, argv = kinds_of(args_class), sys.argv[1:]
     if not {"-h", "--help"} & {*argv}:
         argv = check_words(argv, flags)
-    return tyro.cli(args_class, args=argv, description=description, registry=metavars(flags))
-
-
-def check_names(args_class) -> None:
-    """Exit with one line where two dataclasses of a script's flags have a flag of one name."""
-    parts, owners = [*filter(is_dataclass, get_type_hints(args_class).values())], {}
-    for part in (args_class, *reversed(parts)):  # the world's is the last
-        for name in (each.name for each in fields(part)):
-            if (owner := owners.setdefault(name, part)) is not part:
-                both = f"{owner.__name__} and {part.__name__} both have it"
-                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
+    return tyro.cli(args_class, args=argv, description=description)
 
 
 def kinds_of(args_class) -> dict[str, Flag]:
-    """All flags by their names, also those of nested dataclasses."""
-    flags, hints = {}, get_type_hints(args_class, include_extras=True)
+    """All flags by their names, also those of nested dataclasses, with the range of each number for
+    --help, as in --clip FLOAT>0. Exits with one line where two dataclasses have a flag of one name,
+    or where a type is not plain."""
+    flags, nested, hints = {}, [], get_type_hints(args_class, include_extras=True)
     for each in fields(args_class):
         marks = getattr(hints[each.name], "__metadata__", ())
         kind = hints[each.name].__origin__ if marks else hints[each.name]
         if is_dataclass(kind):
-            flags |= kinds_of(kind)
+            nested.append(kind)
             continue
         positional = tyro.conf.Positional in marks
         if kind not in (*OWN, bool) and get_origin(kind) is not Literal and not positional:
@@ -182,34 +174,17 @@ def kinds_of(args_class) -> dict[str, Flag]:
             values = OWN.get(kind)
         ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
         values = replace(values, **ends) if ends else values
-        flags[each.name] = Flag(kind, each.default, values, positional)
+        flags[each.name] = Flag(kind, each.default, values, positional, args_class.__name__)
+        if isinstance(values, Range):
+            told = Annotated[kind, tyro.conf.arg(metavar=values.metavar)]
+            args_class.__annotations__[each.name] = told  # where tyro looks
+    for part in reversed(nested):  # the world's is the last
+        for name, flag in kinds_of(part).items():
+            if name in flags:
+                both = f"{flags[name].owner} and {flag.owner} both have it"
+                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {flag.owner}.{name}")
+            flags[name] = flag
     return flags
-
-
-ASKING = []  # of all calls: with python -O tyro never drops the registry of an earlier one
-
-
-def metavars(flags: dict[str, Flag]) -> tyro.constructors.ConstructorRegistry:
-    """With it --help shows the range of each number, as in --clip FLOAT>0."""
-    registry = tyro.constructors.ConstructorRegistry()
-    ASKING.clear()
-
-    @registry.struct_rule
-    def with_metavars(info):
-        if not is_dataclass(info.type) or ASKING:
-            return None  # tyro's own rule
-        ASKING.append(info)
-        found = registry.get_struct_spec(info)
-        ASKING.pop()
-        return replace(found, fields=tuple(map(with_metavar, found.fields)))
-
-    def with_metavar(field):
-        values = flags[field.name].values if field.name in flags else None
-        if not isinstance(values, Range):
-            return field
-        return replace(field, type=Annotated[field.type, tyro.conf.arg(metavar=values.metavar)])
-
-    return registry
 
 
 def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin
 
 import envs
-from runtime.flags import OWN, RANGES, TABLE, check_words, flags_of, kinds_of, metavars, parse
+from runtime.flags import OWN, RANGES, TABLE, check_words, flags_of, kinds_of, parse
 from runtime.ranges import Range
 
 import pytest
 from conftest import load, scripts_with
-from tyro.constructors import ConstructorRegistry
 
 SCRIPTS = scripts_with("Args", "main")
 NO_NUMBER = ("nan", "-nan", "", " ", "1e", "one", "0x10", "[1]", "1,5", "None", "\x1b[2J", "\udcff")
@@ -213,18 +212,6 @@ def test_what_is_taken_arrives(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *(f"--{n}={v}" for n, v in chosen.items())])
     flags = flags_of(parse(load(script).Args, ""))
     assert {name: float(flags[name]) for name in chosen} == {n: float(v) for n, v in chosen.items()}
-
-
-def test_flags_are_read_a_thousand_times_in_a_process(monkeypatch):
-    """With python -O tyro never drops the registry of a call."""
-    args_class = load("grpo_sotopia").Args
-    monkeypatch.setattr(sys, "argv", ["grpo_sotopia", "--clip=0.3"])
-    parse(args_class, "")
-    active = ConstructorRegistry._active_registries
-    monkeypatch.setattr(ConstructorRegistry, "_active_registries", [*active])
-    for _ in range(1000):
-        metavars(kinds_of(args_class)).__enter__()
-    assert parse(args_class, "").clip == 0.3
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
