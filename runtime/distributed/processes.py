@@ -24,19 +24,6 @@ GIVES = "torchrun --nproc_per_node N script.py --processes N starts N (accelerat
 PATIENCE = timedelta(hours=2)
 
 
-class Quiet:
-    """A stream that is no terminal, so that progress bars stay away from it."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def isatty(self) -> bool:
-        return False
-
-
 def start(args) -> torch.device:
     """This process's device, once it knows the others; before the engine, which finds them
     connected. Exits where the launcher started another number of processes than --processes."""
@@ -63,7 +50,8 @@ def start(args) -> torch.device:
     # with it transformers loads weights in the first process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not state.is_main_process:
-        sys.stdout, sys.stderr = open(os.devnull, "w"), Quiet(sys.stderr)
+        sys.stdout = open(os.devnull, "w")
+        sys.stderr.isatty = lambda: False  # without progress bars
     if state.device.type == "cpu":
         keep_freed_memory()
     return state.device

@@ -8,8 +8,6 @@ import re
 import sys
 import traceback
 
-from runtime.distributed.processes import Quiet
-
 from tqdm import tqdm
 
 # controls but for tabs and new lines, marks of direction, and halves of surrogate pairs
@@ -27,7 +25,7 @@ def begin(quiet: bool) -> None:
     """Say errors and the worlds' warnings plainly. quiet: these alone are said, without bars."""
     settings["quiet"] = quiet
     if quiet:
-        sys.stderr = Quiet(sys.stderr)
+        sys.stderr.isatty = lambda: False
     logging.getLogger("envs").addHandler(HANDLER)
     sys.excepthook = show_error
 
