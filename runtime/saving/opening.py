@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from datetime import datetime
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def record_of(path: Path) -> tuple[dict, list[dict]]:
         flags["seed"]
         file = path / "run.json"
         starts = read_json(file)["starts"]
-        for start in (*starts, starts[0]):  # there is one
+        datetime.fromisoformat(starts[0]["time"])
+        for start in starts:
             hashes = [start["hashes"][name] or "" for name in TOLD]
             "".join([start["script"], start["wandb_id"], *hashes])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

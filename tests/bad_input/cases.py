@@ -168,7 +168,6 @@ def no_end(template: str | None = None) -> Callable[[Path], list[str]]:
 EMBEDDING, LAYER = "model.embed_tokens.weight", "model.layers.1."
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 BARE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-LOOP = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 SUBCLASSES = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 MODELS = [
     ("no such directory", flags("--model", "nowhere/at/all"), ("no model",)),
@@ -273,7 +272,6 @@ MODELS = [
     ("no roles", written("chat_template.jinja", BARE), ("chat template",)),
     ("a template is a pipe", pipe("chat_template.jinja"), ("chat_template.jinja", "no file")),
     ("a template divides by 0", written("chat_template.jinja", "{{ 1 / 0 }}"), ("chat template",)),
-    ("a template without end", written("chat_template.jinja", LOOP), ("chat template", "5 s")),
     (
         "no end mark",
         no_end("{% for m in messages %}{{ m.content }} then {% endfor %}go"),
