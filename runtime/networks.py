@@ -256,7 +256,7 @@ def sum_gradients(network: Network) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if not fsdp.is_part(parameter):
-            parameter.grad = processes.summed(parameter.grad)
+            parameter.grad = processes.total(parameter.grad)
 
 
 # ------------ memory ------------

@@ -22,6 +22,7 @@ from accelerate.utils import broadcast_object_list, gather_object, reduce
 GIVES = "torchrun --nproc_per_node N script.py --processes N starts N (accelerate launch --cpu: 1)"
 # What one process does alone, as hashing a large checkpoint, or waiting for a server that went away
 PATIENCE = timedelta(hours=2)
+gather = gather_object  # the items of all processes' lists, in the processes' order
 
 
 def start(args) -> torch.device:
@@ -97,11 +98,6 @@ def lost_another(error: BaseException) -> bool:
     return count() > 1 and isinstance(error, RuntimeError) and said
 
 
-def gather(items: list) -> list:
-    """The items of all processes, in the processes' order."""
-    return gather_object(items) if count() > 1 else items
-
-
 def total(values):
     """The sum over processes of a tensor or of a list of numbers."""
     if count() == 1:
@@ -111,10 +107,6 @@ def total(values):
     return summed if isinstance(values, torch.Tensor) else summed.tolist()
 
 
-def summed(tensor: torch.Tensor) -> torch.Tensor:
-    return reduce(tensor, "sum") if count() > 1 else tensor
-
-
 def broadcast(value):
     """The first process's value, whatever the others have."""
-    return broadcast_object_list([value])[0] if count() > 1 else value
+    return broadcast_object_list([value])[0]
