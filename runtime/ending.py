@@ -1,6 +1,7 @@
 """The end of a run: whatever stops it leaves one line that says what is kept and how to go on."""
 
 import contextlib
+import errno
 import functools
 import os
 import shutil
@@ -8,15 +9,17 @@ import signal
 import sys
 import traceback
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 
 from runtime.distributed import processes
 from runtime.engines import EngineError
 from runtime.flags import shown
-from runtime.saving.checkpoints import finish_saving, how_to_go_on, told_when_full
+from runtime.saving.checkpoints import finish_saving, how_to_go_on
 from runtime.saving.files import replace_file, rows_of, to_json
 
 import torch
 
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
 NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 current: list = []  # the Run that this process is at work in
 
@@ -30,8 +33,6 @@ def ends_cleanly(main):
     @functools.wraps(main)
     def guarded():
         current.clear()
-        outputs = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = map(Output, outputs)
         before = signal.signal(signal.SIGTERM, raise_terminated)
         interrupted = signal.getsignal(signal.SIGINT)
         try:
@@ -58,33 +59,10 @@ def ends_cleanly(main):
             if not own_process:  # else it ends now, and a signal is quiet
                 signal.signal(signal.SIGTERM, before)
                 signal.signal(signal.SIGINT, interrupted)
-                sys.stdout, sys.stderr = outputs
         if own_process:
             processes.end()
 
     return guarded
-
-
-class Output:
-    """A stream of the process whose reader may leave, as `| head -1` does: the run goes on."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        return self.put(self.stream.write, text)
-
-    def flush(self) -> None:
-        self.put(self.stream.flush)
-
-    def put(self, how, *text):
-        try:
-            return how(*text)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def stop(run, error: BaseException) -> None:
@@ -103,8 +81,7 @@ def stop(run, error: BaseException) -> None:
         if processes.rank():
             sys.exit(1)
         file = path / f"batch-{run.iteration:06d}.json"
-        with told_when_full(path):
-            replace_file(file, to_json(what_main_had(error), default=repr))  # pictures
+        replace_file(file, to_json(what_main_had(error), default=repr))  # pictures
         advice = "a smaller --learning-rate, named in --override, may help"
         sys.exit(f"\nstopped: {error}; the batch is in {file}{kept} ({advice})")
     if isinstance(error, EngineError):
@@ -115,8 +92,13 @@ def stop(run, error: BaseException) -> None:
         sys.exit(f"\nstopped: out of memory{kept} ({less})")
     if processes.lost_another(error):
         sys.exit(f"\nstopped: another process of this run ended{kept}")
-    with told_when_full(path):
-        raise error
+    in_text = any(f"os error {code}" in str(error) for code in FULL)  # of a library in Rust
+    if getattr(error, "errno", None) in FULL or in_text:
+        sys.exit(f"\nstopped: the disk is full ({error}){kept}, when there is space again")
+    inside = isinstance(error, OSError) and error.filename is not None
+    if inside and Path(error.filename).absolute().is_relative_to(path.absolute()):
+        sys.exit(f"\nstopped: {error.filename}: {error.strerror}{kept}")
+    raise error
 
 
 def discard(run) -> None:

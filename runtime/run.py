@@ -18,12 +18,7 @@ from runtime.flags import flags_of, refuse
 from runtime.memory import tell_if_too_much
 from runtime.networks import Network, add_adapter, recompute_layers
 from runtime.rollout import rollout
-from runtime.saving.checkpoints import (
-    export_policy,
-    load_checkpoint,
-    save_checkpoint,
-    told_when_full,
-)
+from runtime.saving.checkpoints import export_policy, load_checkpoint, save_checkpoint
 from runtime.saving.files import append, to_json, write_json
 from runtime.saving.opening import open_run, peak_memory, refuse_other_ranks
 from runtime.view import report, stuck, terminal
@@ -145,9 +140,8 @@ class Run:
         report.announce(self)
         self.iteration, self.rows = load_checkpoint(self.path, self.networks, lists)
         if processes.rank() == 0:
-            with told_when_full(self.path):
-                write_json(self.path / "run.json", {"starts": self.starts})
-                write_json(self.path / "args.json", flags_of(self.args))
+            write_json(self.path / "run.json", {"starts": self.starts})
+            write_json(self.path / "args.json", flags_of(self.args))
         self.is_new = not self.iteration
         if self.is_new:
             self.row = {"iteration": 0, "time/elapsed": 0.0}
@@ -170,11 +164,10 @@ class Run:
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
-        with told_when_full(self.path):
-            export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
-            if processes.rank() == 0:
-                self.starts[-1]["peak_memory_gib"] = round(peak_memory(), 2)
-                write_json(self.path / "run.json", {"starts": self.starts})
+        export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
+        if processes.rank() == 0:
+            self.starts[-1]["peak_memory_gib"] = round(peak_memory(), 2)
+            write_json(self.path / "run.json", {"starts": self.starts})
         report.summary(self)
         report.write_page(self)
 

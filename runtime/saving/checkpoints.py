@@ -9,13 +9,11 @@ A thread hashes, syncs and renames what was written under another name, while th
 an iteration draws depends on (seed, iteration) alone: there are no random states to be kept.
 """
 
-import errno
 import hashlib
 import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +34,6 @@ CHEAP = 2**30  # [bytes] a smaller checkpoint is written after every iteration
 SHARE = 0.05  # of the run's time, what larger ones may take, if --save-every does not say
 writer = ThreadPoolExecutor(1, "checkpoint")
 unfinished: list[Future] = []  # the checkpoint that the thread is at work on
-FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
 
 
 class DamagedError(Exception):
@@ -263,11 +260,10 @@ def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[in
         for name, given in lists.items():
             given[:] = about["lists"][name]
     if is_first:
-        with told_when_full(run):
-            for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
-                rows = cut_table(run / name, iteration if path else -1)
-            if path:
-                link(run, path, best_of(rows))
+        for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
+            rows = cut_table(run / name, iteration if path else -1)
+        if path:
+            link(run, path, best_of(rows))
     return iteration, processes.broadcast(rows)
 
 
@@ -344,22 +340,6 @@ def read_checkpoint(path: Path) -> dict:
     except Exception as error:  # each library has its own
         raise DamagedError(f"{path}: {first_line(error)}") from error
     return about
-
-
-@contextmanager
-def told_when_full(run: Path):
-    """Around what writes: a full disk, or a file that cannot be written, ends in one line."""
-    try:
-        yield
-    except Exception as error:  # libraries in Rust raise plain exceptions
-        in_text = any(f"os error {code}" in str(error) for code in FULL)
-        if getattr(error, "errno", None) in FULL or in_text:
-            full = f"the disk is full ({error}){how_to_go_on(run)}"
-            sys.exit(f"\nstopped: {full}, when there is space again")
-        inside = isinstance(error, OSError) and error.filename is not None
-        if not inside or not Path(error.filename).absolute().is_relative_to(run.absolute()):
-            raise
-        sys.exit(f"\nstopped: {error.filename}: {error.strerror}{how_to_go_on(run)}")
 
 
 def how_to_go_on(run: Path) -> str:

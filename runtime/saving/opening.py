@@ -16,7 +16,7 @@ from pathlib import Path
 from runtime.checks import evaluation_tasks
 from runtime.distributed import processes
 from runtime.flags import flags_of, refuse, shown
-from runtime.saving.checkpoints import DamagedError, kept_in, told_when_full
+from runtime.saving.checkpoints import DamagedError, kept_in
 from runtime.saving.files import hash_file, hash_files, lock, read_json
 from runtime.view import terminal
 from runtime.view.board import open_board
@@ -96,11 +96,10 @@ def open_run(run, hashes: dict[str, str]) -> None:
         for what, file in sources_of(run.env).items():
             if now[what] != then.get(what, now[what]):  # older runs have no hash of them
                 terminal.warn(f"--resume {path}: {file} was edited since this run last started")
-    with told_when_full(path):
-        made = [each for each in (path, path / "checkpoints") if not each.exists()]
-        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-        run.lock, run.path = lock(path), path
-        run.began = [] if resume else made  # unmade again where nothing begins
+    made = [each for each in (path, path / "checkpoints") if not each.exists()]
+    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+    run.lock, run.path = lock(path), path
+    run.began = [] if resume else made  # unmade again where nothing begins
     wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
     run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
     if run_args.track or "WANDB_SWEEP_ID" in os.environ:

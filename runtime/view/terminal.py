@@ -4,6 +4,7 @@ What a model or a world wrote is plain in them: it moves no cursor and rings no 
 """
 
 import logging
+import os
 import re
 import sys
 import traceback
@@ -15,8 +16,6 @@ MOVING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 settings = {"quiet": False}
-
-
 HANDLER = logging.Handler(logging.WARNING)  # the worlds' warnings, as this module says them
 HANDLER.emit = lambda record: warn(record.getMessage())
 
@@ -30,17 +29,20 @@ def begin(quiet: bool) -> None:
     sys.excepthook = show_error
 
 
-def say(text: str) -> None:
+def say(text: str, always: bool = False) -> None:
     """A line, at once; none if the run is quiet."""
-    if not settings["quiet"]:
+    if settings["quiet"] and not always:
+        return
+    try:
         tqdm.write(plain(text))
         sys.stdout.flush()
+    except BrokenPipeError:  # the reader has left, as `| head -1` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def warn(text: str) -> None:
     """A line that a quiet run has too."""
-    tqdm.write(plain(f"warning: {text}"))
-    sys.stdout.flush()
+    say(f"warning: {text}", always=True)
 
 
 def plain(text: str) -> str:

@@ -2,18 +2,14 @@
 names the flag, the file, the field or the task, or the right numbers where the run can go on."""
 
 import asyncio
-import contextlib
-import io
 import json
 import os
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 from runtime.data import Step, Trajectory
-from runtime.ending import ends_cleanly
 from runtime.engines import SamplingParams
 from runtime.flags import RunArgs
 from runtime.rollout import Stage, rollout
@@ -663,15 +659,3 @@ def test_a_closed_output_is_no_reason_to_stop(tmp_path):
         done = run_there(tmp_path, stdout=closed)
     assert done.returncode == 0 and not done.stderr.strip()
     assert len(rows_of(tmp_path / "runs/a/metrics.jsonl")) == 2
-
-
-def test_the_streams_are_those_of_before_afterwards():
-    seen = []
-
-    def main():
-        seen.append(sys.stdout)
-        print("a line")
-
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        ends_cleanly(main)()
-        assert sys.stdout is said and said.getvalue() == "a line\n" and seen[0] is not said
