@@ -9,6 +9,8 @@ from runtime.chat import Chat
 from runtime.distributed import processes
 from runtime.flags import refuse
 from runtime.view import terminal
+from runtime.view.terminal import first_line
+from runtime.vision.pictures import PictureProcessor
 
 import torch
 
@@ -118,8 +120,6 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
 
 def read_seeing_model(path: str, model: str, reading: dict):
     """A Qwen2.5-VL with what reads pictures for it, model.picture_processor."""
-    from runtime.vision.pictures import PictureProcessor
-
     causal = read_causal_model(path, "AutoModelForImageTextToText", **reading)
     causal.picture_processor = PictureProcessor(path, causal.config, model)
     return causal
@@ -213,8 +213,3 @@ def template_options(run, tokenizer) -> dict:
         refuse("chat_template_kwargs", given, f"--model's chat template takes no {unread[0]}")
     began = datetime.fromisoformat(processes.broadcast(run.starts and run.starts[0]["time"]))
     return {"strftime_now": began.strftime} | options
-
-
-def first_line(error: Exception) -> str:
-    """The error's name, and the first line of what it says."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -78,11 +78,6 @@ class Network:
         """The transformers model itself, which other networks may share."""
         return plain(self.model)
 
-    @property
-    def is_adapter(self) -> bool:
-        """Whether an adapter alone is trained."""
-        return is_adapted(self.model)
-
     # ------------ other networks ------------
 
     def with_adapter(self, name: str, lora) -> "Network":
@@ -288,20 +283,14 @@ def computed_again(forward, *inputs, **options):
 # ------------ weights, for engines and files ------------
 
 
-def dense_parameters(model) -> dict[str, torch.nn.Parameter]:
-    """{name: weight} of the model without its adapters, under the names that it has without."""
-    return {
-        name.replace(".base_layer.", "."): parameter
-        for name, parameter in fsdp.shares(plain(model)).items()
-        if ".lora_" not in name
-    }
-
-
 def policy_weights(model):
     """(name, tensor) of the policy as one dense network; LoRA is added on the way, and the base is
     not touched. Of a sharded policy all processes have to ask for all tensors."""
     causal = plain(model)
-    for name, parameter in dense_parameters(causal).items():
+    for name, parameter in fsdp.shares(causal).items():
+        if ".lora_" in name:
+            continue
+        name = name.replace(".base_layer.", ".")
         layer, _, of_layer = name.rpartition(".")
         adapted = causal.get_submodule(layer)
         if of_layer == "weight" and "policy" in getattr(adapted, "lora_A", ()):

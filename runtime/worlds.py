@@ -18,7 +18,7 @@ from pathlib import Path
 
 from runtime.data import Seen
 from runtime.ranges import LARGE
-from runtime.view.terminal import plain
+from runtime.view.terminal import first_line, plain
 
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
 NEEDED = ("valid", "success", "score")
@@ -266,8 +266,8 @@ def asked(env, method: str, default, *given):
     try:
         return getattr(env, method)(*given) if hasattr(env, method) else default
     except Exception as error:
-        said = f"{method}({', '.join(map(str, given))}) raised {type(error).__name__}: {error}"
-        sys.exit(plain(f"{getattr(env, 'name', type(env).__name__)}: {said.partition(chr(10))[0]}"))
+        said = f"{method}({', '.join(map(str, given))}) raised {first_line(error)}"
+        sys.exit(plain(f"{getattr(env, 'name', type(env).__name__)}: {said}"))
 
 
 def summary_of(env) -> dict[str, float]:

@@ -53,7 +53,7 @@ def shard_all(networks: list, dtype: str, device) -> None:
         for network in ours:
             for parameter in network.trained:
                 parameter.requires_grad_(True)
-        if any(not network.is_adapter for network in ours):
+        if any(network.model is model for network in ours):
             shard(model, dtype)
         model.to(device)
         parts = dict(model.named_parameters())

@@ -20,10 +20,9 @@ from runtime.data import pictures_of
 from runtime.distributed import processes
 from runtime.engines import Engine, EngineError, SamplingParams, give, lora_rank_for
 from runtime.engines.server_extension import repack_tied_head
-from runtime.models import first_line
 from runtime.networks import assert_finite, policy_weights
 from runtime.saving.checkpoints import write_adapter
-from runtime.view.terminal import warn
+from runtime.view.terminal import first_line, warn
 from runtime.vision.pictures import never_sampled, opened
 
 import torch

@@ -19,10 +19,9 @@ from pathlib import Path
 
 from runtime.data import Step, Trajectory
 from runtime.distributed import fsdp, processes
-from runtime.models import first_line
 from runtime.networks import Network, adapter_weights, is_adapted, on_cpu, plain, policy_weights
 from runtime.saving import files
-from runtime.view.terminal import warn
+from runtime.view.terminal import first_line, warn
 
 import torch
 from safetensors import safe_open

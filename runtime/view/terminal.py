@@ -50,6 +50,11 @@ def plain(text: str) -> str:
     return MOVING.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def first_line(error: BaseException) -> str:
+    """The error's name, and the first line of what it says."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
 def show_error(*error) -> None:
     """An error that nobody foresaw, for sys.excepthook."""
     print(plain("".join(traceback.format_exception(*error))), end="", file=sys.stderr)

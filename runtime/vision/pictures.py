@@ -8,7 +8,7 @@ import sys
 
 from runtime.data import pictures_of
 from runtime.distributed import fsdp
-from runtime.models import first_line
+from runtime.view.terminal import first_line
 
 import torch
 
