@@ -258,7 +258,8 @@ def checkpoint_size(shape: Shape, setting: Setting) -> float:
     if setting.lora_rank:
         policy = 16 * shape.adapter * setting.lora_rank
     whole = setting.own_base == 16 or setting.prm_copy and not setting.lora_rank
-    prm = shape.dense * (setting.number + 12) if whole else 16 * shape.adapter * setting.second_rank
+    rank = setting.lora_rank if setting.prm_copy else setting.prm_rank
+    prm = shape.dense * (setting.number + 12) if whole else 16 * shape.adapter * rank
     return policy + prm
 
 

@@ -1,6 +1,5 @@
-"""What an iteration takes of memory: arithmetic on the model's shape and the flags, before anything
-is loaded. The peak is in an update; a GPU's engine sleeps meanwhile. benchmarks/memory.py compares
-it with what is measured.
+"""What an iteration takes of memory at its peak, in an update: arithmetic on the model's shape and
+the flags, before anything is loaded. benchmarks/memory.py compares it with what is measured.
 """
 
 import os
@@ -72,11 +71,6 @@ class Setting:
     engine_share: float = 0.4  # of a card, the engine's while it samples; 0: it is elsewhere
 
     @property
-    def second_rank(self) -> int:
-        """Of the adapter beside the policy's own."""
-        return self.lora_rank if self.prm_copy else self.prm_rank
-
-    @property
     def number(self) -> int:
         """Bytes of a number in matrix products."""
         return 2 if self.dtype == "bfloat16" else 4
@@ -121,7 +115,8 @@ def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float
         trained, adapter = trained + sees * shape.tower.dense, adapter + sees * shape.tower.adapter
     first = adapter * setting.lora_rank if adapted else trained / cards  # numbers that train
     policy = 12 * first + (number * (trained + frozen) if adapted else 4 * frozen / cards)
-    second = adapter * setting.second_rank / (1 if setting.own_base else cards)
+    rank = setting.lora_rank if setting.prm_copy else setting.prm_rank
+    second = adapter * rank / (1 if setting.own_base else cards)
     prm = 12 * second + setting.own_base * trained
     if setting.prm_copy and not adapted:
         second, prm = first, policy
@@ -201,7 +196,7 @@ def setting_of(args, cards: int) -> Setting:
     rank = getattr(args, "prm_lora_rank", getattr(args, "critic_lora_rank", 0))
     copied = hasattr(args, "prm_learning_rate") and not rank
     own_base = 0  # an adapter of iStar's stands on the policy
-    if hasattr(args, "critic_lora_rank"):
+    if hasattr(args, "critic_lora_rank") or getattr(args, "step_reward", "") == "head":
         own_base = (2 if run_args.dtype == "bfloat16" else 4) if rank else 16
     elif hasattr(args, "prm_score") and not args.policy_lora_rank:  # PRIME's: on a float32 copy
         own_base = 4

@@ -131,6 +131,7 @@ DENSE, RANK = QWEN_7B.dense, QWEN_7B.adapter
         ("ppo_webshop", {}, 12 * 16 * RANK + 2 * DENSE),  # on a model of its own, read in --dtype
         ("ppo_webshop", dict(policy_lora_rank=4), 12 * 16 * RANK + 2 * DENSE),
         ("ppo_webshop", dict(critic_lora_rank=0), 12 * DENSE),
+        ("istar_webshop_ablations", dict(step_reward="head"), 12 * 16 * RANK + 2 * DENSE),
     ],
 )
 def test_what_stands_beside_the_policy_is_counted(script, changes, expected):
@@ -142,7 +143,7 @@ def test_what_stands_beside_the_policy_is_counted(script, changes, expected):
     assert parts["PRM"] == expected
     if not args.policy_lora_rank:
         divided = predict(QWEN_7B, setting_of(args, 8))
-        alone = script == "prime_webshop" or script == "ppo_webshop" and not changes
+        alone = script == "prime_webshop" or parts["PRM"] == 12 * 16 * RANK + 2 * DENSE
         assert divided["PRM"] == (expected if alone else expected / 8)
         assert divided["policy"] == parts["policy"] / 8
 
