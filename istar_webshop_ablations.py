@@ -257,7 +257,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
     """One optimiser step of trajectory DPO and ridge over all pairs of these episodes."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group)
-    if hasattr(prm.plain, "score"):  # --step-reward head
+    if args.step_reward == "head":
         rewards = head_rewards(prm, batch, args, graph=True)  # [S]
     else:
         log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
