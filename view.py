@@ -17,23 +17,24 @@ from pathlib import Path
 from runtime.flags import parse
 from runtime.view.viewer import MOST, write_page
 
-import tyro
-
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # One run, or two that are compared.
+    runs: tuple[str, ...] = ()  # One run, or two that are compared; --runs may be left out.
     episodes: int = MOST
     """Most episodes of a run on the page; of a longer run older iterations are thinned."""
     out: str = ""  # File that is written; empty: view.html in the (first) run's directory.
 
 
 def main():
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        sys.argv.insert(1, "--runs")
     args = parse(Args, __doc__)
     if not 1 <= len(args.runs) <= 2:
         sys.exit(f"view.py takes one run or two, not {len(args.runs)}: python view.py runs/NAME")
     try:
-        page = write_page(list(args.runs), Path(args.out) if args.out else None, args.episodes)
+        out = Path(args.out) if args.out else None
+        page = write_page([*map(Path, args.runs)], out, args.episodes)
     except OSError as error:
         sys.exit(f"{error.filename}: {error.strerror}")
     print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")

@@ -127,7 +127,6 @@ class Flag:
     kind: Any  # its type
     default: Any
     values: Range | Text | None  # of the table; None where the type says all
-    positional: bool  # words without a name: tyro.conf.Positional
     owner: str  # the dataclass that has it
 
     def refusal(self, value: str) -> str:
@@ -164,8 +163,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
         if is_dataclass(kind):
             nested.append(kind)
             continue
-        positional = tyro.conf.Positional in marks
-        if kind not in (*OWN, bool) and get_origin(kind) is not Literal and not positional:
+        if kind not in (*OWN, bool) and get_origin(kind) is not Literal:
             plain = "int, float, bool, str, Literal or tuple[str, ...]"
             name = getattr(kind, "__name__", kind) if not get_args(kind) else kind
             sys.exit(f"--{each.name.replace('_', '-')}: the type of a flag is {plain}, not {name}")
@@ -174,7 +172,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
             values = OWN.get(kind)
         ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
         values = replace(values, **ends) if ends else values
-        flags[each.name] = Flag(kind, each.default, values, positional, args_class.__name__)
+        flags[each.name] = Flag(kind, each.default, values, args_class.__name__)
         if isinstance(values, Range):
             told = Annotated[kind, tyro.conf.arg(metavar=values.metavar)]
             args_class.__annotations__[each.name] = told  # where tyro looks
@@ -190,16 +188,9 @@ def kinds_of(args_class) -> dict[str, Flag]:
 def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
     """The command line as tyro reads it; exits with one line where a word is no flag, or not what
     a flag needs."""
-    takes_words = any(flag.positional for flag in flags.values())
-    flags = {name: flag for name, flag in flags.items() if not flag.positional}
     words, checked = [*argv], []
     while words:
         word = words.pop(0)
-        if takes_words and not word.startswith("-"):
-            if reason := Text().refusal(word) if word else "is empty":
-                sys.exit(f"{shown(word)}: {reason}")
-            checked.append(word)
-            continue
         flag, equals, value = word.partition("=")
         flag, name = flag.replace("_", "-"), name_of(word)
         if name not in flags and is_flag(word, flags) and not equals:  # --no-flag
