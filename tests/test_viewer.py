@@ -314,12 +314,6 @@ def test_rows_without_a_version_and_torn_ones(tmp_path):
     assert [e[:3] for e in index["runs"][0]["sets"][0]["episodes"]] == [[7, 1.0, True]] * 2
 
 
-def test_a_newer_version_is_refused(tmp_path):
-    run = make_run(tmp_path / "new", [make_episode(version=EPISODE_VERSION + 1)])
-    with pytest.raises(SystemExit, match=f"version {EPISODE_VERSION + 1}.*up to {EPISODE_VERSION}"):
-        write_page([run])
-
-
 def test_of_a_long_run_every_nth_iteration_is_shown_and_the_page_says_so(tmp_path):
     counts = {"train": dict.fromkeys(range(1, 101), 40), "eval": {i: 20 for i in range(0, 101, 10)}}
     assert thinned(counts, 10_000) == ({*range(101)}, "")

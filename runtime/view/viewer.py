@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from runtime.saving.files import EPISODE_VERSION, read_json, replace_file, rows_of, to_json
+from runtime.saving.files import read_json, replace_file, rows_of, to_json
 
 import numpy as np
 
@@ -80,13 +80,9 @@ def read_run(path: Path, most: int) -> dict:
 
 
 def read_episodes(path: Path) -> dict[int, list[dict]]:
-    """{iteration: its episodes}, without damaged rows; exits where a newer version wrote one."""
+    """{iteration: its episodes}, without damaged rows."""
     found: dict[int, list[dict]] = {}
     for row in rows_of(path):
-        version = row.get("version")
-        if isinstance(version, int) and version > EPISODE_VERSION:
-            reads = f"this program reads up to {EPISODE_VERSION}"
-            sys.exit(f"{path}: a row has version {version}, and {reads}")
         if is_episode(row):
             found.setdefault(row["iteration"], []).append(row)
     return found
