@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import Counter
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 
 from runtime.data import Trajectory
 from runtime.distributed import processes
@@ -39,7 +39,9 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine = [task for task, unit in zip(tasks, units) if unit in ours]
     faults: list[tuple[int, str]] = []  # (task, what its world raised)
-    with draws_of_its_own():
+    with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
+        if count > 1:
+            torch.manual_seed(torch.initial_seed() + 7919 * (1 + rank))
         played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
     faults = processes.gather(faults)
     run.faults += len(faults)
@@ -91,14 +93,3 @@ async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list
         return [t for t in played if t is not None]
     finally:
         bar.close()
-
-
-@contextmanager
-def draws_of_its_own():
-    """Several processes sample from numbers of their own, and draw the same ones afterwards."""
-    if processes.count() == 1:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(torch.initial_seed() + 7919 * (1 + processes.rank()))
-        yield

@@ -7,12 +7,12 @@ from types import ModuleType, SimpleNamespace
 
 import runtime.models
 from runtime.distributed import processes
-from runtime.engines import EngineError, answers
+from runtime.engines import EngineError
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.models import ModelError, read_causal_model
 from runtime.networks import adapter_weights, policy_weights
-from runtime.rollout import draws_of_its_own
+from runtime.rollout import Stage, rollout
 from runtime.run import Run
 
 import conftest
@@ -21,7 +21,7 @@ import pytest
 import torch
 import transformers
 from accelerate import PartialState
-from conftest import TINY, settings
+from conftest import TINY, answers, settings
 from safetensors.torch import load_file
 from test_engines import STOP, adapted, contexts_of, move, sampling_of, tiny
 
@@ -266,10 +266,16 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "count", lambda: 2)
     numbers, sampled, shared = [], [], []
 
+    async def play_all(*_):
+        sampled.append(torch.rand(()).item())
+        return ["an episode"]
+
+    monkeypatch.setattr("runtime.rollout.play_all", play_all)
+    monkeypatch.setattr(processes, "gather", lambda items: items)
+
     def draw():
         numbers.append(np.random.rand())
-        with draws_of_its_own():
-            sampled.append(torch.rand(()).item())
+        rollout(Stage(None, None, None), None, None, [1, 2], None)
         shared.append(torch.rand(()).item())
 
     for rank in (0, 1):
