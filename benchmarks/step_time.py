@@ -24,6 +24,7 @@ benchmarks/results/step-time-SHAPE.md.
 """
 
 import argparse
+import asyncio
 import platform
 import random
 import statistics
@@ -67,7 +68,7 @@ def play(engine, arguments, vocabulary: int, rng) -> tuple[list, list]:
     """(trajectories, the (context, action) of every turn of each): answers sampled, observations
     drawn."""
     from runtime.data import Step, Trajectory
-    from runtime.engines import SamplingParams, answers
+    from runtime.engines import SamplingParams, served
 
     def words(count: int) -> list[int]:
         return [rng.randrange(3, vocabulary) for _ in range(count)]
@@ -81,7 +82,8 @@ def play(engine, arguments, vocabulary: int, rng) -> tuple[list, list]:
 
     sampling = SamplingParams(max_tokens=arguments.answer, stop_token_ids=[STOP])
     for _ in range(arguments.turns):
-        said = answers(engine, contexts, sampling)
+        asking = [engine.sample(context, sampling) for context in contexts]
+        said = asyncio.run(served(engine, asking))
         for t, context, own, (ids, logprobs) in zip(games, contexts, pairs, said):
             own.append((list(context), ids))
             t.append(context, ids)

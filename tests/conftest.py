@@ -2,6 +2,7 @@
 subprocesses."""
 
 import ast
+import asyncio
 import contextlib
 import functools
 import importlib.util
@@ -36,6 +37,13 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 import blocks
 
 VOCABULARY = 50
+
+
+def answers(engine, contexts: list[list[int]], sampling) -> list:
+    """(ids, log-probabilities) of an answer to each context, in their order."""
+    from runtime.engines import served
+
+    return asyncio.run(served(engine, [engine.sample(each, sampling) for each in contexts]))
 
 
 def scripts_with(*names: str) -> list[str]:

@@ -26,14 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import runtime.networks
 from runtime.data import Step, Trajectory, flatten, micro_batches, sum_per_step
 from runtime.distributed import fsdp, processes
-from runtime.engines import SamplingParams, answers
+from runtime.engines import SamplingParams
 from runtime.engines.vllm import VllmEngine
 from runtime.memory import shape_of
 from runtime.models import read_chat, read_tokenizer
 from runtime.networks import Network, action_logprobs, add_adapter, batch_logprobs
 
 import torch
-from conftest import ROOT, load, settings
+from conftest import ROOT, answers, load, settings
 from test_engines import contexts_of, sampling_of
 from test_templates import CHATML, byte_level
 from torch.nn.attention import SDPBackend, sdpa_kernel

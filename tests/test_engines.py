@@ -20,14 +20,14 @@ import time
 import types
 
 from runtime.data import Step, Trajectory, flatten
-from runtime.engines import EngineError, SamplingParams, answers, served
+from runtime.engines import EngineError, SamplingParams, served
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.networks import Network, add_adapter, batch_logprobs, compute_with, policy_weights
 
 import pytest
 import torch
-from conftest import ROOT, TINY, random_model, settings
+from conftest import ROOT, TINY, answers, random_model, settings
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 

@@ -2,14 +2,23 @@
 
 import json
 
-from runtime.engines import SamplingParams, answers
+from runtime.engines import SamplingParams
 from runtime.engines.transformers import TransformersEngine
 from runtime.networks import recompute_layers
 
 import divided
 import pytest
 import torch
-from conftest import default_model, load, network, random_model, read_model, run_main, settings
+from conftest import (
+    answers,
+    default_model,
+    load,
+    network,
+    random_model,
+    read_model,
+    run_main,
+    settings,
+)
 from test_processes import UPDATES
 from test_scripts import rows, small, without_times
 

@@ -30,7 +30,7 @@ from runtime.data import (
     pictures_of,
     sum_per_step,
 )
-from runtime.engines import SamplingParams, answers
+from runtime.engines import SamplingParams
 from runtime.engines.transformers import TransformersEngine
 from runtime.models import read_seeing_model
 from runtime.networks import Network, action_logprobs, add_adapter, batch_logprobs
@@ -40,7 +40,7 @@ from runtime.vision.pictures import never_sampled, positions, tower_features
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load, network, run_main, scripts_with, settings
+from conftest import ROOT, answers, load, network, run_main, scripts_with, settings
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -504,10 +504,10 @@ def test_vllm_agrees_with_the_trainer():
 # ------------ refused ------------
 
 
-def drawn(size, colour=None) -> bytes:
-    """A PNG of noise, or of one colour."""
+def drawn(size) -> bytes:
+    """A PNG of noise."""
     noise = np.random.default_rng(0).integers(0, 255, (*size[::-1], 3)).astype(np.uint8)
-    image = Image.fromarray(noise) if colour is None else Image.new("RGB", size, colour)
+    image = Image.fromarray(noise)
     file = io.BytesIO()
     image.save(file, format="png")
     return file.getvalue()
@@ -519,7 +519,6 @@ def drawn(size, colour=None) -> bytes:
         (b"", "an empty picture"),
         (b"no picture at all", "no picture"),
         (drawn((96, 96))[:200], "no picture"),
-        (drawn((96, 96), "red"), "one colour"),
         (drawn((100, 96)), "100 x 96 pixels"),
         (drawn((16, 8)), "16 x 8 pixels"),
         (drawn((512, 512)), "512 x 512 pixels"),  # more pixels than its configuration allows
@@ -530,24 +529,6 @@ def test_pictures_that_cannot_be_seen(png, words):
     with pytest.raises(SystemExit, match=words) as stopped:
         chat.prompt(seen("look", SimpleNamespace(picture=png)))
     assert "\n" not in str(stopped.value)
-
-
-def test_a_processor_that_returns_constant_pixels():
-    _, chat = seeing()
-    chat.processor.processor.do_rescale = False
-    chat.processor.processor.image_std = [1e9] * 3
-    chat.processor.processor.image_mean = [0.0] * 3
-    real = chat.processor.processor
-
-    class Constant:
-        def __call__(self, **inputs):
-            seen = real(**inputs)
-            seen["pixel_values"] = torch.full_like(seen["pixel_values"], -1.0)
-            return seen
-
-    chat.processor.processor = Constant()
-    with pytest.raises(SystemExit, match="--model tiny: its processor makes all pixels"):
-        chat.prompt(seen("look", ENV.reset(0)))
 
 
 SMALL = """--engine hf --iterations 1 --tasks-per-iteration 2 --group-size 2 --eval-tasks 2

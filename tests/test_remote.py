@@ -20,12 +20,12 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
-from runtime.engines import EngineError, answers, servers
+from runtime.engines import EngineError, servers
 from runtime.engines.servers import EXTENSION, ServerEngine
 
 import pytest
 import torch
-from conftest import ROOT, TINY, free_port, run_main, settings
+from conftest import ROOT, TINY, answers, free_port, run_main, settings
 from peft import PeftModel
 from safetensors.torch import load_file
 from test_engines import (

@@ -114,12 +114,3 @@ async def served(engine, asking) -> list:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, asked, return_exceptions=True)
-
-
-def answers(engine, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
-    """An answer to each context, in their order, for who has no event loop. Raises EngineError."""
-
-    async def ask():
-        return await served(engine, [engine.sample(context, sampling) for context in contexts])
-
-    return asyncio.run(ask())
