@@ -108,7 +108,5 @@ class Chat:
 
     def response(self, action: list[int]) -> str:
         """The text of an action, without its stop token, with the tag that the prompt opened."""
-        if self.processor:
-            self.processor.refuse_sampled(action)
         ids = action[:-1] if action[-1] in self.stop_ids else action
         return self.opened + self.tokenizer.decode(ids)

@@ -17,7 +17,7 @@ from runtime.engines import SamplingParams
 from runtime.rollout import Stage, rollout
 from runtime.saving.files import append
 from runtime.view.report import describe, episode_lines
-from runtime.vision.pictures import PictureProcessor, shows_pictures
+from runtime.vision.pictures import PictureProcessor, never_sampled, shows_pictures
 
 import pytest
 import torch
@@ -173,10 +173,11 @@ def test_rollout_takes_everything(script, history, tmp_path):
     processor = None
     if shows_pictures(env):
         path = default_model(script)
-        processor = PictureProcessor(path, AutoConfig.from_pretrained(path), "tiny")
+        config = AutoConfig.from_pretrained(path)
+        processor = PictureProcessor(path, config, "tiny")
     chat = Chat(tokenizer, [stop], processor)
     engine = Engine(tokenizer, args.max_action_tokens, stop)
-    engine.never = chat.processor.never if chat.processor else []
+    engine.never = never_sampled(config) if chat.processor else []
     control = set(tokenizer.all_special_ids)
     if chat.processor:
         control |= {*chat.before, *chat.after, chat.processor.image_token}

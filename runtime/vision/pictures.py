@@ -51,7 +51,7 @@ class PictureProcessor:
         if (self.patch, self.merge, self.processor.temporal_patch_size) != sizes:
             sizes = "the size of patches or how many merge"
             self.refuse(f"preprocessor_config.json and config.json differ in {sizes}")
-        self.image_token, self.never = config.image_token_id, never_sampled(config)
+        self.image_token = config.image_token_id
         self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
         self.features: dict[bytes, torch.Tensor] = {}
 
@@ -73,18 +73,7 @@ class PictureProcessor:
         patches = seen["pixel_values"]
         if seen["image_grid_thw"].tolist() != [[1, rows, columns]]:
             sys.exit(f"{size}: --model {self.model} would resize it, see --cell-pixels")
-        channels = patches.view(len(patches), 3, -1)  # [n, channel, d / 3]
-        if not patches.isfinite().all():
-            self.refuse("its processor makes pixels that are no numbers")
-        if not (channels.amax((0, 2)) > channels.amin((0, 2))).any():
-            self.refuse("its processor makes all pixels of a picture alike")
         return patches, (rows // self.merge, columns // self.merge)
-
-    def refuse_sampled(self, action: list[int]) -> None:
-        """Exit where an answer has a token of pictures or films: the next pass would look there."""
-        if {*self.never} & {*action}:
-            banned = "which it may never say: its engine does not follow the ban (logit_bias)"
-            sys.exit(f"--model {self.model} sampled a token of pictures or films, {banned}")
 
     def tokens(self, png: bytes) -> list[int]:
         rows, columns = self.patches(png)[1]
@@ -102,16 +91,13 @@ def has_frozen_tower(causal) -> bool:
 
 
 def opened(png: bytes):
-    """The PIL image of a PNG; exits with one line where it is none, or has one colour alone."""
+    """The PIL image of a PNG; exits with one line where it is none."""
     from PIL import Image
 
     try:
-        image = Image.open(io.BytesIO(png)).convert("RGB")
+        return Image.open(io.BytesIO(png)).convert("RGB")
     except (OSError, ValueError) as error:
         sys.exit(f"the world showed {'no' if png else 'an empty'} picture ({error})")
-    if all(low == high for low, high in image.getextrema()):
-        sys.exit("the world showed a picture of one colour alone")
-    return image
 
 
 def positions(length: int, grids: list[tuple[int, tuple[int, int]]]) -> torch.Tensor:

@@ -1056,18 +1056,17 @@ VISUAL = [
     ("patches of words", with_values(PROCESSOR, "patch_size", to="a"), (PROCESSOR,)),
     ("another merge", with_values(PROCESSOR, "merge_size", to=2), (PROCESSOR, "differ")),
     ("three frames", with_values(PROCESSOR, "temporal_patch_size", to=3), (PROCESSOR, "differ")),
-    ("std 0", with_values(PROCESSOR, "image_std", to=[0, 0, 0]), ("no numbers",)),
     ("one mean", with_values(PROCESSOR, "image_mean", to=[0.5]), (PROCESSOR,)),
     ("a size in words", with_values(PROCESSOR, "size", to="big"), (PROCESSOR,)),
     ("no image token", with_values("config.json", "image_token_id", to=9999), ("picture",)),
     ("no heads", with_values(*TOWER, "num_heads", to=0), ("num_heads is 0",)),
-    ("three heads", with_values(*TOWER, "num_heads", to=3), ("no multiple of 3",)),
+    ("three heads", with_values(*TOWER, "num_heads", to=3), ()),
     ("a billion layers", with_values(*TOWER, "depth", to=10**9), ("depth is 1000000000",)),
     ("a million layers", with_values(*TOWER, "depth", to=10**6), ("depth is 1000000,",)),
     ("a third layer", with_values(*TOWER, "depth", to=3), ("missing",)),
     ("another output", with_values(*TOWER, "out_hidden_size", to=32), ("another shape",)),
-    ("a tower in a list", with_values(*TOWER, to=[1]), ("vision_config is no object",)),
-    ("no text", with_values("config.json", "text_config", to=[1]), ("text_config is no object",)),
+    ("a tower in a list", with_values(*TOWER, to=[1]), ()),
+    ("no text", with_values("config.json", "text_config", to=[1]), ()),
     (
         "huge words",
         with_values("config.json", "text_config", "hidden_size", to=10**12),
@@ -1147,7 +1146,6 @@ VIEWER = [
     ("a start is a number", viewed(put("run.json", '{"starts": [1]}')), NO_RUN),
     ("no script", viewed(value("run.json", "starts", 0, "script", to=3)), NO_RUN),
     (f"{EPISODES} is a directory", viewed(directory(EPISODES)), "Is a directory"),
-    ("of tomorrow", viewed(changed(EPISODES, line(1, ROW.replace(b"2", b"9") + b"[]}"))), "9"),
 ]
 VIEWER = [Case("a run as a page", name, make, (says,), "view") for name, make, says in VIEWER]
 VIEWER += [
