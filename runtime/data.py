@@ -1,6 +1,4 @@
-"""Episodes as tokens: from what was said, turn by turn, to flat tensors and micro-batches.
-
-A trajectory is one sequence of tokens, the environment's words and the agent's actions in turn. N
+"""Episodes as tokens: from what was said, turn by turn, to flat tensors and micro-batches. N
 trajectories, S steps and K action tokens are numbered; index tensors say what belongs to what.
 """
 
@@ -154,8 +152,7 @@ def flatten(trajectories: list[Trajectory]) -> Batch:
 
 
 class MicroBatch(NamedTuple):
-    """Sequences that pass through a model together, padded on the right, with s steps and k action
-    tokens. One without steps is a share of work that other processes have (FSDP)."""
+    """Sequences that pass through a model together, padded on the right: s steps, k tokens."""
 
     ids: torch.Tensor  # [B, T]
     is_action: torch.Tensor  # [B, T]
@@ -178,9 +175,8 @@ def sum_per_step(values: torch.Tensor, batch: Batch | MicroBatch) -> torch.Tenso
 def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     """Yield this process's micro-batches of the batch, under a progress bar: sequences of similar
     length, at most --micro-batch-tokens with their padding. No result depends on how they are cut.
-    only: [S], or the length of whatever batch.token_step numbers; a sequence takes part where any
-    of its actions does; None: all do. With sharded weights (FSDP) all processes compute at once, so
-    one that has fewer micro-batches gets some without steps."""
+    only: [S]; a sequence takes part where any of its steps does; None: all do. With sharded weights
+    all processes compute at once, so one that has fewer gets some without steps."""
     sequences = batch.sequences
     if only is not None:
         wanted = only[batch.token_step]  # [K]

@@ -142,10 +142,7 @@ class Flag:
 
 def parse(args_class: type[T], description: str) -> T:
     """The script's flags from the command line; exits with one line where a flag is unknown or its
-    value is not what its type and the table say.
-
-    Beside --flag and --no-flag a boolean may be written as W&B's sweeps do it, --flag=True or
-    --flag=False, and a list as --flag=['a', 'b']."""
+    value is not what its type and the table say. --flag=False is read, and --flag=['a', 'b']."""
     flags, argv = kinds_of(args_class), sys.argv[1:]
     if not {"-h", "--help"} & {*argv}:
         argv = check_words(argv, flags)
@@ -153,9 +150,8 @@ def parse(args_class: type[T], description: str) -> T:
 
 
 def kinds_of(args_class) -> dict[str, Flag]:
-    """All flags by their names, also those of nested dataclasses, with the range of each number for
-    --help, as in --clip FLOAT>0. Exits with one line where two dataclasses have a flag of one name,
-    or where a type is not plain."""
+    """All flags by their names, nested ones too, with the range of each number for --help. Exits
+    where two dataclasses have a flag of one name, or where a type is not plain."""
     flags, nested, hints = {}, [], get_type_hints(args_class, include_extras=True)
     for each in fields(args_class):
         marks = getattr(hints[each.name], "__metadata__", ())
@@ -186,8 +182,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
 
 
 def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
-    """The command line as tyro reads it; exits with one line where a word is no flag, or not what
-    a flag needs."""
+    """The command line as tyro reads it; exits with one line that names what is wrong in it."""
     words, checked = [*argv], []
     while words:
         word = words.pop(0)

@@ -104,8 +104,7 @@ def shape_of(config) -> Shape | None:
 def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float]:
     """Bytes at the peak of an iteration, by what they are for. Weights that train have four float32
     numbers each (value, two moments, gradient), frozen ones one: of --dtype beside an adapter of
-    the policy's, else float32. One network has gradients at a time. gpu: else the matrix library
-    has buffers, measured to be about as large as the largest matrix."""
+    the policy's, else float32. gpu: else the matrix library has buffers, as large as a matrix."""
     adapted, cards, number = bool(setting.lora_rank), setting.cards, setting.number
     trained, adapter, frozen, root = shape.dense, shape.adapter, 0, shape.embeddings
     sees = shape.tower and not setting.freeze_vision
@@ -174,9 +173,8 @@ def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
 
 
 def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int):
-    """(flags, the setting with them) that fit the memory [bytes]: gradient checkpointing, then too
-    no more tokens at a time than the longest sequence has, then too an adapter for the policy. None
-    where all of them do not."""
+    """(flags, the setting with them) that fit the memory [bytes], one after another; None where
+    all do not. longest: tokens of a sequence."""
     changes = {"--gradient-checkpointing": dict(recompute=True)}
     changes[f"--micro-batch-tokens {longest}"] = dict(tokens=min(longest, setting.tokens))
     if not setting.lora_rank:

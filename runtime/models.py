@@ -68,8 +68,7 @@ def read_object(file: Path) -> dict:
 
 
 def check_headers(path: Path, configs: list[dict]) -> None:
-    """Raise ModelError where safetensors cannot be read, have weights that do not train, or have
-    fewer tensors than the parts of config.json have layers."""
+    """Raise ModelError where safetensors cannot be read or trained, or are fewer than layers."""
     from safetensors import SafetensorError, safe_open
 
     count = 0
@@ -91,8 +90,7 @@ def check_headers(path: Path, configs: list[dict]) -> None:
 
 
 def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
-    """transformers' causal language model, read by its class of this name. Raises ModelError where
-    weights are missing, have another shape or are not finite."""
+    """transformers' causal language model, by its class of this name, or ModelError."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # its table of missing weights is a line of ours
@@ -126,8 +124,7 @@ def read_seeing_model(path: str, model: str, reading: dict):
 
 
 def check_head(model) -> None:
-    """Raise ModelError where the model does more to its logits than its head does to the last
-    hidden states: log-probabilities here are those of the head."""
+    """Raise ModelError where logits are not what the head makes of the last hidden states."""
     ids = torch.arange(3)[None] % model.get_input_embeddings().weight.shape[0]
     try:
         with torch.no_grad():
@@ -168,9 +165,8 @@ def stop_ids_of(model, tokenizer) -> list[int]:
 
 
 def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=None) -> Chat:
-    """The layout of a conversation, in a run with its template_options; ModelError where no
-    template can be used. Where nothing ends an answer, the mark that the template has there does;
-    that is said, and also where the template has another end than the model."""
+    """The layout of a conversation, in a run with its template_options; or ModelError. Where no
+    token ends an answer, the template's mark does; a template with another end is told."""
     if not tokenizer.chat_template:
         missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
         raise ModelError(f"{missing}: take an instruct model, or add one")
@@ -203,8 +199,7 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
 
 
 def template_options(run, tokenizer) -> dict:
-    """What a run gives to the chat template: --chat-template-kwargs, and the date on which the run
-    began, which is the same when it is taken up later."""
+    """What a run gives to the chat template: --chat-template-kwargs, and the day it began."""
     given = run.args.run_args.chat_template_kwargs
     options = json.loads(given or "{}")
     text, ours = str(tokenizer.chat_template), ("messages", "add_generation_prompt")

@@ -29,8 +29,7 @@ def plain(model):
 
 
 def compute_with(model, adapters: tuple[str, ...]) -> None:
-    """Let the model compute with these adapters on its base weights, as many of them as it has;
-    where it has none of them, with the base weights alone."""
+    """Let the model compute with those of these adapters that it has on its base weights."""
     causal = plain(model)
     if getattr(causal, "computes_with", None) == adapters:
         return
@@ -82,7 +81,7 @@ class Network:
 
     def with_adapter(self, name: str, lora) -> "Network":
         """A network that computes with these weights, as they are at any time, plus a LoRA adapter
-        of its own (a peft LoraConfig), which alone it trains. Exits where there is none."""
+        of its own (a peft LoraConfig), which alone it trains."""
         if lora is None:
             sys.exit(f"--{name}-lora-rank 0: it trains an adapter, so its rank is at least 1")
         model = add_adapter(self.model, name, lora)
@@ -155,8 +154,7 @@ class Network:
     # ------------ updates ------------
 
     def may_step(self, grad_norm: float) -> bool:
-        """Whether this gradient may be followed. One that is not finite may not, with a warning;
-        the third time in a row raises FloatingPointError."""
+        """Whether this gradient is finite. Else it warns; three in a row: FloatingPointError."""
         if math.isfinite(grad_norm):
             self.skips = 0
             return True
@@ -168,8 +166,7 @@ class Network:
 
 
 def action_logprobs(network: Network, micro, args) -> torch.Tensor:
-    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k], with a
-    graph.
+    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k].
 
     The softmax is float32, and of the whole vocabulary but the tokens of pictures and films, which
     the engine never samples either. The head runs at these tokens only, never on [T, vocabulary].
@@ -196,10 +193,8 @@ def action_logprobs(network: Network, micro, args) -> torch.Tensor:
 
 def over_batch(function, network: Network, batch, args, only=None, graph=False) -> torch.Tensor:
     """function(network, micro-batch, args) [k] of the whole batch, [K] on the CPU; 0 for sequences
-    of which no step is in only [S].
-
-    graph: their backward pass adds to the gradients of the network. It keeps the graph of a single
-    micro-batch; where there are more, it computes each again, in the memory of one."""
+    of which no step is in only [S]. graph: a backward pass adds to the network's gradients; where
+    there are several micro-batches it computes each again, in the memory of one."""
     start = torch.ones((), requires_grad=graph)  # autograd differentiates what depends on one
     return OverBatch.apply(start, function, network, batch, args, only)
 
@@ -238,8 +233,8 @@ class OverBatch(torch.autograd.Function):
 
 
 def sum_gradients(network: Network) -> None:
-    """Each gradient of the network becomes the sum over processes; FSDP has done that already for
-    what it shards. Gradients that the backward pass left on other networks' weights go."""
+    """Each gradient of the network becomes the sum over processes, once (FSDP sums what it shards).
+    Gradients that the backward pass left on other networks' weights go."""
     own = {id(parameter) for parameter in network.trained}
     for parameter in network.model.parameters():
         if id(parameter) not in own:
@@ -259,8 +254,7 @@ def sum_gradients(network: Network) -> None:
 
 def recompute_layers(models: list) -> bool:
     """Let the layers of these models keep nothing of a forward pass but their input: the backward
-    pass computes them again, with the same result. False where a model has no layers that
-    transformers calls fit for it. Passes without a graph, as an engine's, stay as they are."""
+    pass computes them again, with the same result. False where a model has no such layers."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     of_each = [
@@ -299,8 +293,7 @@ def policy_weights(model):
 
 
 def adapter_weights(model, name: str) -> dict[str, torch.Tensor]:
-    """{name: tensor on the CPU} of an adapter, as peft's files have them. Of a sharded model all
-    processes have to ask."""
+    """{name: tensor on the CPU} of an adapter, as in peft's files; all processes have to ask."""
     from peft import get_peft_model_state_dict
 
     fsdp.shares(plain(model))
@@ -309,8 +302,7 @@ def adapter_weights(model, name: str) -> dict[str, torch.Tensor]:
 
 
 def assert_finite(weights) -> None:
-    """Raise FloatingPointError where one of these (name, tensor) has a number that is not
-    finite."""
+    """Raise FloatingPointError where a number of these (name, tensor) is not finite."""
     for name, tensor in weights:
         parts = tensor.flatten().split(2**22)  # the answer takes memory too
         if not all(part.isfinite().all() for part in parts):
@@ -318,8 +310,7 @@ def assert_finite(weights) -> None:
 
 
 def on_cpu(tensors) -> dict[str, torch.Tensor]:
-    """These (name, tensor), on the CPU of the first process. Raises FloatingPointError where one
-    has a number that is not finite."""
+    """These (name, tensor), on the CPU of the first process. Raises as assert_finite does."""
     found = {}
     for name, tensor in tensors:
         assert_finite([(name, tensor)])

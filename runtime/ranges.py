@@ -1,5 +1,4 @@
-"""What the value of a flag may be: a number of a range, or a line of text. The table of all flags
-is RANGES in runtime/flags.py."""
+"""What the value of a flag may be: a number of a range, or a line of text."""
 
 from dataclasses import dataclass
 
@@ -11,8 +10,7 @@ NAME, NAME_BYTES = 100, 255  # characters and bytes of a name
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers of a kind, int or float, from `least` to `most`, both included; `or_zero`: and 0.
-    Not a number (nan) is in none."""
+    """Numbers of a kind, int or float, from `least` to `most`, both included; `or_zero`: and 0."""
 
     kind: type
     least: float

@@ -29,10 +29,9 @@ class Stage:
 
 def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
-    plays its share. All processes get all trajectories, in the order of tasks. Those whose world
-    raised are left out, named and counted (run.faults). Exits with one line where more than a fifth
-    are, where a task's has raised three times in this run (run.failed), where none is left, and
-    where members of a group begin with different prompts."""
+    plays its share, and all get all trajectories, in the order of tasks. Those whose world raised
+    are left out, named and counted (run.faults). Exits with one line where more than a fifth are,
+    where a task's has raised three times (run.failed), or where none is left."""
     tasks = [task_of(env, task) for task in tasks]
     units = [asked(env, "together", task, task) for task in tasks]  # which are not divided
     every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
@@ -59,8 +58,7 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
 
 
 async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list[Trajectory]:
-    """The trajectories of these tasks, without those whose world raised. The engine answers beside
-    them; where it fails for good, its EngineError passes."""
+    """The trajectories of these tasks, without those whose world raised. Raises EngineError."""
     bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
     begun, firsts = {}, {}  # {task: its first episode}
     won = []

@@ -1,6 +1,4 @@
-"""Run: a run's directory, rows, clock, seeds, evaluation and saving (docs/metrics.md has its
-files). Nothing here changes what is learnt.
-"""
+"""Run: a run's directory, rows, clock, seeds, evaluation and saving (docs/metrics.md)."""
 
 import random
 import sys
@@ -72,8 +70,8 @@ class Run:
         return reading | {"dtype": getattr(torch, given.dtype)}
 
     def load_policy(self, lora=None):
-        """(model, engine, chat): the policy of --model, with a LoRA adapter (a peft LoraConfig) if
-        one is given; what samples from it; its tokens."""
+        """(model, engine, chat): the policy of --model, with a LoRA adapter if lora is a peft
+        LoraConfig; what samples from it; its tokens."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own

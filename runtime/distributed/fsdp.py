@@ -1,6 +1,5 @@
-"""FSDP: a network's weights, gradients and moments divided between the processes, as accelerate's
-configuration says (configs/fsdp.yaml). Each has a share of every parameter, a DTensor; a layer's
-weights are gathered while it computes. Gradients are summed over processes, not averaged.
+"""FSDP: weights, gradients and moments divided between the processes, as accelerate's configuration
+says (configs/fsdp.yaml). Gradients are summed over processes, not averaged.
 """
 
 import os
@@ -19,10 +18,9 @@ def wanted() -> bool:
 
 
 def shard(model, dtype: str = "float32") -> None:
-    """Divide the model's weights between the processes, layer by layer, with the adapters that are
-    on it; accelerate's configuration says how. Where --dtype is bfloat16 and it names no precision,
-    weights are gathered and computed with in bfloat16; gradients are summed, and weights kept, in
-    float32. What is to train has to require gradients before."""
+    """Divide the model's weights, with the adapters that are on it, between the processes, layer by
+    layer. With --dtype bfloat16 layers compute in it, unless accelerate's configuration names a
+    precision; weights and sums stay float32. What is to train has to require gradients before."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -72,8 +70,7 @@ def through(model, function, *inputs):
 
 
 def shares(model) -> dict[str, torch.nn.Parameter]:
-    """{name: parameter} of a model, of a sharded one this process's part of each: a forward pass
-    may have left some of them gathered, in memory that FSDP is going to free."""
+    """{name: parameter} of a model, of a sharded one this process's part, none of them gathered."""
     for module in model.modules():
         if is_sharded(module):
             module.reshard()

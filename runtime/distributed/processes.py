@@ -1,10 +1,8 @@
 """Several processes, on one machine or more: one training, of which each has a share.
 
-torchrun or accelerate launch starts them. Every process has an engine of its own and plays whole
-groups; then all of them have all trajectories, and compute advantages and pairs alike. Forward and
-backward passes are divided, micro-batch by micro-batch, and gradients are summed before each
-optimiser step: an update is that of one process with the same trajectories. The first process
-writes the run's files. With one process each function here hands back what it was given.
+Every process has an engine of its own and plays whole groups; then all have all trajectories, and
+compute advantages and pairs alike. Passes are divided, micro-batch by micro-batch, and gradients
+summed: an update is that of one process with the same trajectories. The first process writes files.
 """
 
 import atexit
@@ -59,9 +57,8 @@ def start(args) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what large tensors free for the next ones: pages taken anew in every pass
-    cost 6 to 11 % of an iteration (benchmarks/results/throughput-threads.md). MALLOC_* in the
-    environment, glibc's own way to say it, comes first."""
+    """Have glibc keep what large tensors free for the next ones: 6 to 11 % of an iteration
+    (benchmarks/results/throughput-threads.md). MALLOC_* in the environment comes first."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD [bytes]
@@ -81,8 +78,8 @@ def wait() -> None:
 
 
 def end() -> None:
-    """End this process here, with status 0, if there are several and all of them have come here.
-    The interpreter's own end is left out: a thread of gloo with a tensor left would abort."""
+    """End this process, with status 0, once all have come here, if there are several. At the
+    interpreter's own end a thread of gloo with a tensor left would abort."""
     if count() == 1:
         return
     wait()

@@ -51,8 +51,7 @@ class Request(NamedTuple):
 
 class Engine:
     """What engines in this process share. Each has `await work()`, which does some of what was
-    asked and lets others have the loop. asked: requests that work() has not taken yet; owed: those
-    it has begun to answer, by name."""
+    asked. asked: requests that work() has not taken yet; owed: those it has begun to answer."""
 
     def __init__(self):
         self.restarts = 0
@@ -61,8 +60,7 @@ class Engine:
         self.bell = asyncio.Event()  # rings when something is asked
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
-        """One answer to a context: its ids, the stop token included, and their
-        log-probabilities."""
+        """One answer to a context: its ids, the stop token included, with log-probabilities."""
         request = Request(context, sampling, asyncio.get_running_loop().create_future())
         self.asked.append(request)
         self.bell.set()
@@ -102,7 +100,7 @@ def give(request: Request, sample: Sample) -> None:
 
 async def served(engine, asking) -> list:
     """What these coroutines, which ask the engine, return, in their order, while the engine answers
-    beside them. Raises EngineError where it fails for good. Nothing of them is left in the loop."""
+    beside them. Raises EngineError where it fails for good."""
     tasks = [asyncio.ensure_future(each) for each in (engine.serve(), *asking)]
     serving, asked = tasks[0], asyncio.gather(*tasks[1:])
     try:

@@ -1,11 +1,9 @@
 """vLLM servers elsewhere sample, and this process trains (docs/many-gpus.md).
 
-A request goes to the server that has the fewest, with a seed of its own, so that a sample which is
-asked for again is the same. Weights go by files, in a directory of the run that the servers see
-too: a LoRA policy as an adapter on --model, under a new name after each update, a whole policy in
-the place of the server's weights. Every answer says which weights it is of, and the prefix cache
-has a new salt whenever weights are taken. A server that is lost is asked to take them again until
-it is back; what it owed is asked for again, of the others if there are any.
+A request has a seed of its own, so a sample that is asked for again is the same. Weights go by
+files that the servers see too: a LoRA policy as an adapter on --model, a whole policy in the place
+of the server's weights. Every answer says which weights it is of. A server that is lost is asked to
+take them until it is back; what it owed is asked for again, of the others if there are any.
 """
 
 import asyncio

@@ -21,9 +21,8 @@ ROOM = 64  # tokens that are appended before a layer's keys and values are copie
 
 
 class TransformersEngine(Engine):
-    """Keys and values of the last contexts and their samples are kept: of a context that goes on
-    where one of them ended only the rest is read. Where contexts do not all fit --engine-memory (on
-    a GPU --engine-gpu-share), they are read in parts, each from its beginning."""
+    """Keys and values of the last contexts are kept: of a context that goes on where one ended only
+    the rest is read. Contexts that do not all fit --engine-memory are read in parts."""
 
     def __init__(self, path: str, stop_ids: list[int], args):
         super().__init__()
@@ -112,8 +111,7 @@ class TransformersEngine(Engine):
 
     def read(self, contexts: list[list[int]], sampling: SamplingParams) -> torch.Tensor:
         """Bring the cache to these contexts; log-probabilities of what follows, [B, vocabulary].
-        Equal contexts are read once. The cache has a column for each token of the widest row: what
-        a row has not, self.seen [B, columns] hides."""
+        Equal contexts are read once. self.seen [B, columns] hides what a row does not have."""
         numbers = {context: row for row, context in enumerate(dict.fromkeys(map(tuple, contexts)))}
         device = self.model.device
         self.reuse([[*context] for context in numbers])

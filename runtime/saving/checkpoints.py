@@ -5,8 +5,7 @@
     runs/NAME/exported/N/       a LoRA policy with its base, dense: made once, at the run's end
     runs/NAME/policy, prm, best links into the last and the best checkpoint, or to their exports
 
-A thread hashes, syncs and renames what was written under another name, while the run goes on. What
-an iteration draws depends on (seed, iteration) alone: there are no random states to be kept.
+A thread hashes, syncs and renames what was written under another name, while the run goes on.
 """
 
 import hashlib
@@ -52,12 +51,9 @@ def save_checkpoint(
 ) -> None:
     """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: as
     --save-every says, after the last iteration, and after the best evaluation. It is on the disk
-    after finish_saving(). The last --keep and the best are kept.
-
-    A network is saved as the adapter of its name, or as a dense model in --dtype; parameters and
-    moments as name.index[.moment]; lists: numbers and groups of episodes of a script. Raises
-    FloatingPointError where a parameter is not finite. Of several processes the first one writes;
-    of a sharded policy the others have parts to give."""
+    after finish_saving(). The last --keep and the best are kept. Parameters and moments are named
+    name.index[.moment]; lists: numbers and groups of episodes. Raises FloatingPointError where a
+    parameter is not finite. The first process writes; of a sharded policy all have parts."""
     began, iteration, is_first = time.perf_counter(), rows[-1]["iteration"], processes.rank() == 0
     best, due = best_of(rows), None
     if is_first:
@@ -167,8 +163,8 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
 
 
 def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenizer, args) -> None:
-    """Write the last and the best LoRA policy as dense models, runs/NAME/exported/N, and point
-    runs/NAME/policy and best at them. What is there already is not written again."""
+    """Write the last and the best LoRA policy as dense models, runs/NAME/exported/N, each once, and
+    point runs/NAME/policy and best at them."""
     finish_saving()
     policy = next(network for network in networks if network.name == "policy")
     if processes.rank() or not kept_in(run) or not is_adapted(policy.model):
@@ -246,9 +242,8 @@ def install(file: Path, network: Network) -> None:
 
 def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[int, list[dict]]:
     """Take up the run's last whole checkpoint, or none: (its iteration, the rows of metrics.jsonl
-    up to it). Damaged ones are set aside. Exits with one line that names the file where none is
-    whole, or where one was written by another version or for another model. Of several processes
-    the first one reads and cleans up."""
+    up to it). Exits with one line that names the file where none is whole, or where one was written
+    by another version or for another model."""
     is_first, iteration, rows = processes.rank() == 0, 0, None
     path, about = processes.broadcast(last_whole(run) if is_first else None)
     if path:
@@ -268,8 +263,7 @@ def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[in
 
 def cut_table(table: Path, last: int) -> list[dict]:
     """Leave the rows up to an iteration in a table of the run, and return them. Others go to
-    replaced-*.jsonl, and lines that are no rows to *.damaged, with a warning that says what is
-    missing."""
+    replaced-*.jsonl, and lines that are no rows to *.damaged, with a warning."""
     kept, again, damaged = [], [], []
     for line, row in files.lines_of(table):
         part = damaged if row is None else kept if row["iteration"] <= last else again

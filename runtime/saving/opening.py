@@ -39,8 +39,8 @@ TOLD = {  # hashes of run.json: what they are of
 
 
 def refuse_other_ranks(run) -> dict[str, str]:
-    """Exit where the processes of a run were started with other flags, scripts, models or panels
-    than the first: they would train one policy on what is not the same. Its hashes_of otherwise."""
+    """Exit where a process was started with other flags, scripts, models or panels than the first.
+    Its hashes_of otherwise."""
     hashes = hashes_of(run)
     if processes.count() == 1:
         return hashes
@@ -64,9 +64,8 @@ def refuse_other_ranks(run) -> dict[str, str]:
 
 def open_run(run, hashes: dict[str, str]) -> None:
     """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
-    --resume names (auto: the run --run-name, else the newest unfinished one of this script with
-    these flags, else a new one). Exits with one line where the run cannot be had: it does not
-    exist, its flags differ, another process is at work in it."""
+    --resume names. Exits with one line where the run cannot be had: it does not exist, its flags
+    differ, another process is at work in it."""
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
     if auto:
@@ -107,8 +106,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
 
 
 def record_of(path: Path) -> tuple[dict, list[dict]]:
-    """(flags, starts) of a run, from its args.json and run.json. Raises DamagedError, which names
-    the file, where one is not what a run writes."""
+    """(flags, starts) of a run, from its args.json and run.json; or DamagedError with the file."""
     file = path / "args.json"
     try:
         flags = read_json(file)
@@ -146,8 +144,7 @@ def find_run(args, script: str) -> Path | None:
 
 
 def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start: dict, args):
-    """Exit with all flags that differ from the run's and are not named in --override; so do files
-    and tasks."""
+    """Exit with all flags, files and tasks that differ from the run's and are not in --override."""
     ours = flags_of(args)
     override = {name.replace("-", "_").strip("_") for name in args.run_args.override}
     if unknown := override - ours.keys():
@@ -221,8 +218,7 @@ def hashes_of(run) -> dict[str, str]:
 
 
 def provenance(args, env, hashes: dict[str, str]) -> dict:
-    """An entry of run.json, for one start of a run. A run is not taken up where the hash of the
-    model, of the data or of the panel differs; edits of the script and the world are told."""
+    """An entry of run.json, for one start of a run."""
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -39,8 +39,7 @@ def announce(run) -> None:
 
 def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     """{kind/name: mean over trajectories; valid_actions over steps, dead_groups over groups}, with
-    what the world says of them (env.summary) and success_error, the standard error over tasks.
-    faults: episodes whose world raised, which are told where there were any."""
+    what the world says of them (env.summary) and success_error, the standard error over tasks."""
     groups = {}
     for t in trajectories:
         groups.setdefault(t.task, []).append(t)
@@ -140,8 +139,7 @@ def has(row: dict, *keys: str) -> bool:
 
 
 def draw_curve(rows: list[dict], run: Path) -> None:
-    """Draw curve.png, against iterations and minutes of training: success and return (SOTOPIA:
-    goal), in training and evaluation; and where there is a PRM, what is known of its credit."""
+    """Draw curve.png, against iterations and minutes: success, return (or goal), a PRM's credit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -170,8 +168,7 @@ def draw_curve(rows: list[dict], run: Path) -> None:
 
 
 def summary(run) -> None:
-    """Print success on the panel before and after, with the standard error over its tasks, and the
-    world's own measures (SOTOPIA's goal and dimensions)."""
+    """Print success on the panel, before and after, and the world's own measures."""
     given, env = run.args.run_args, run.eval_env
     panel = f"{given.eval_tasks} tasks x {given.eval_samples} samples"
     say(f"{env.name}, {panel} at temperature {given.eval_temperature}")

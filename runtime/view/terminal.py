@@ -1,7 +1,4 @@
-"""What a run says: lines that stay, at once, above the progress bars of a terminal.
-
-What a model or a world wrote is plain in them: it moves no cursor and rings no bell.
-"""
+"""What a run says: lines that stay, above a terminal's bars, in which nothing moves a cursor."""
 
 import logging
 import os

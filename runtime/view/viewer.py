@@ -1,7 +1,6 @@
-"""view.html: a run as one page that needs nothing from elsewhere: an index of its episodes as JSON,
-the steps of each iteration as a compressed chunk, pictures. What a model or a world wrote is text
-there, whatever it holds: the page's script writes it with textContent alone, and a content security
-policy forbids every other script and every request.
+"""view.html: a run as one page that needs nothing from elsewhere. What a model or a world wrote is
+text there: the page's script writes it with textContent alone, and a content security policy
+forbids every other script and every request.
 """
 
 import base64
@@ -31,8 +30,7 @@ WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' sc
 
 def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
     """Write the page of a run, or of two runs beside each other, and return where it is: out, or
-    view.html or view-against-B.html in the first run. most: episodes of a run on the page; of a
-    larger one iterations are left out. Exits with one line where there is no such run."""
+    view.html or view-against-B.html in the first run. most: episodes of a run on the page."""
     read = [read_run(run, most) for run in runs]
     names = ["view", *(run["name"] for run in read[1:])]
     out = out or runs[0] / f"{'-against-'.join(names)}.html"
@@ -113,9 +111,7 @@ def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str
 
 
 def set_of(kind: str, iteration: int, rows: list[dict]) -> dict:
-    """The episodes of an iteration: {kind, iteration, episodes, steps}.
-
-    An episode is [task, outcome, success, truncated, invalid steps, steps]. steps has columns (the
+    """The episodes of an iteration: {kind, iteration, episodes, steps}. steps has columns (their
     names), texts ({text: its place}) and, for every episode, a list per step: its columns' entries,
     where texts are places."""
     columns = [*dict.fromkeys(name for row in rows for step in row["steps"] for name in step)]

@@ -25,8 +25,7 @@ def never_sampled(config) -> list[int]:
 class PictureProcessor:
     """What stands between a PNG and the model's vision tower. image_token: the id that stands for
     merge x merge patches. features: what a frozen tower made of pictures. Exits with one line that
-    names --model where it sees no pictures, or places them (M-RoPE) in other numbers than its heads
-    have."""
+    names --model where it sees no pictures."""
 
     def __init__(self, path: str, config, model: str, processor=None):
         # it needs no torchvision, and equals the other one where nothing is resized
@@ -134,8 +133,7 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
 
 
 def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, bytes]]) -> dict:
-    """What a forward pass over ids [B, T] reads where there are pictures, as (row, place, PNG):
-    inputs_embeds [B, T, H] and position_ids [3, B, T]."""
+    """inputs_embeds [B, T, H], position_ids [3, B, T] of ids [B, T]; pictures: (row, place, PNG)."""
     processor = causal.picture_processor
     features = tower_features(causal, [png for _, _, png in pictures])
     grids = [[] for _ in ids]

@@ -1,5 +1,4 @@
-"""vLLM reads pictures without torchvision, whose published builds do not import beside a CPU
-torch."""
+"""vLLM reads pictures without torchvision, whose builds do not import beside a CPU torch."""
 
 import sys
 from importlib.util import find_spec
