@@ -133,7 +133,7 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
 
 
 def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, bytes]]) -> dict:
-    """inputs_embeds [B, T, H], position_ids [3, B, T] of ids [B, T]; pictures: (row, place, PNG)."""
+    """inputs_embeds [B, T, H] and position_ids [3, B, T] of ids, with pictures (row, place, PNG)."""
     processor = causal.picture_processor
     features = tower_features(causal, [png for _, _, png in pictures])
     grids = [[] for _ in ids]
