@@ -46,13 +46,6 @@ def check_directory(path: Path) -> None:
             if size is not None and (type(size) is not int or not 0 < size <= LARGEST):
                 raise ModelError(f"config.json: {name} is {size!r}"[:200])
 
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = read_object(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ModelError(f"{index.name}: weight_map is missing or damaged")
-        if missing := [s for s in map(str, shards.values()) if not (path / s).is_file()]:
-            raise ModelError(f"{min(missing)} is missing, which {index.name} names")
     check_headers(path, parts)
 
 

@@ -245,7 +245,7 @@ def sum_gradients(network: Network) -> None:
     for parameter in network.trained if number else ():  # where no process has any, there are none
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if not fsdp.is_part(parameter):
+        if not fsdp.is_sharded(network.plain):
             parameter.grad = processes.total(parameter.grad)
 
 
@@ -255,13 +255,10 @@ def sum_gradients(network: Network) -> None:
 def recompute_layers(models: list) -> bool:
     """Let the layers of these models keep nothing of a forward pass but their input: the backward
     pass computes them again, with the same result. False where a model has no such layers."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
-    of_each = [
-        [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        for model in models
-    ]
-    for layer in {layer for layers in of_each for layer in layers}:  # two may share their base
+    of_each = [[m for m in model.modules() if isinstance(m, Layer)] for model in models]
+    for layer in {*chain(*of_each)}:  # two may share their base
         layer.forward = partial(computed_again, layer.forward)
     return all(of_each)
 

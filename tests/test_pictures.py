@@ -5,7 +5,6 @@ vLLM runs in one process of its own (this file, as a script), which measures; a 
 it measured.
 """
 
-import asyncio
 import base64
 import copy
 import io
@@ -234,22 +233,6 @@ def test_no_engine_and_no_softmax_has_tokens_of_pictures():
     assert gap(engine, model, args, contexts) < 1e-3
     for ids, logprobs in sampled(engine, contexts):
         assert not set(ids) & set(never) and all(np.isfinite(logprobs))
-
-
-def test_a_sampled_image_token_is_told():
-    """By an engine that does not follow the ban: one line, before anything is trained on it."""
-    _, chat = seeing()
-
-    class Unbound:
-        async def serve(self):
-            await asyncio.Event().wait()
-
-        async def sample(self, context, sampling):
-            return [chat.processor.image_token], [0.0]
-
-    stage = Stage(Unbound(), chat, settings(max_steps=2))
-    with pytest.raises(SystemExit, match="sampled a token of pictures or films"):
-        rollout(stage, load(SCRIPTS[0]).play, ENV, [0], SamplingParams())
 
 
 # ------------ seen ------------

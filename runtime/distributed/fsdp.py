@@ -89,8 +89,3 @@ def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return tensor
     has_it_whole = {"src_data_rank": None}  # every process
     return distribute_tensor(tensor, like.device_mesh, like.placements, **has_it_whole)
-
-
-def is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is this process's part of one, whose gradient FSDP has summed."""
-    return isinstance(tensor, DTensor)

@@ -52,13 +52,11 @@ def refuse_other_ranks(run) -> dict[str, str]:
     told["the panel"] = [run.eval_tasks, hashes["panel"]]
     first, *others = processes.gather([told])
     for rank, other in enumerate(others, 1):
-        differ = [name for name in first if other.get(name) != first[name]]
-        if differ and processes.rank():
-            sys.exit(1)  # the first process says it
-        flags = [f"{n} {other.get(n)}, not {first[n]}" for n in differ if n.startswith("--")]
-        if differ:
+        if differ := [name for name in first if other.get(name) != first[name]]:
+            flags = [f"{n} {other.get(n)}, not {first[n]}" for n in differ if n.startswith("--")]
             what = "; ".join(flags or [f"{name} is another" for name in differ])
-            sys.exit(f"process {rank} was started otherwise than process 0: {what}")
+            told = f"process {rank} was started otherwise than process 0: {what}"
+            sys.exit(1 if processes.rank() else told)  # the first process says it
     return hashes
 
 
@@ -70,9 +68,8 @@ def open_run(run, hashes: dict[str, str]) -> None:
     auto = run_args.resume == "auto"
     if auto:
         run_args.resume = str(find_run(args, script) or "")
-        found = f"goes on with {run_args.resume}"
-        found = found if run_args.resume else "nothing to go on with, a new run"
-        terminal.say(f"--resume auto: {found}")
+        found = run_args.resume and f"goes on with {run_args.resume}"
+        terminal.say(f"--resume auto: {found or 'nothing to go on with, a new run'}")
     resume, starts, start = run_args.resume, [], provenance(args, run.env, hashes)
     name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(resume or Path(run_args.runs_dir, name))
@@ -93,7 +90,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
         refuse_other_flags(path, script, saved, starts, start, args)
         now, then = start["hashes"], starts[-1]["hashes"]
         for what, file in sources_of(run.env).items():
-            if now[what] != then.get(what, now[what]):  # older runs have no hash of them
+            if now[what] != then.get(what):
                 terminal.warn(f"--resume {path}: {file} was edited since this run last started")
     made = [each for each in (path, path / "checkpoints") if not each.exists()]
     (path / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -200,11 +197,10 @@ def sources_of(env) -> dict[str, str]:
 
 def hash_of_panel(args, env) -> str:
     """SHA-256 of the prompts and pictures of the tasks that evaluate."""
-    later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
     tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
     eval_env = getattr(env, "eval_env", env)
     panel = []
-    for task in tqdm(tasks, "panel", **later):
+    for task in tqdm(tasks, "panel", leave=False, disable=None, delay=3):  # [s] most are at once
         seen = opened(eval_env, task).prompt
         panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
     return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()

@@ -12,7 +12,6 @@ from runtime.view.terminal import first_line
 
 import torch
 
-SECTIONS = [16, 24, 24]  # mrope_section where config.json has none
 KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
 
 
@@ -35,17 +34,13 @@ class PictureProcessor:
         if config.model_type != "qwen2_5_vl":
             needed = "the visual worlds need a Qwen2.5-VL"
             self.refuse(f"its type {config.model_type} sees no pictures here; {needed}")
-        text, tower = config.get_text_config(), config.vision_config
-        sections = text.rope_parameters.get("mrope_section", SECTIONS)
-        if 2 * sum(sections) * text.num_attention_heads != text.hidden_size:
-            width = f"{text.num_attention_heads} heads in {text.hidden_size}"
-            self.refuse(f"config.json: mrope_section {sections} does not fit {width}")
         try:
             self.processor = processor or pil.Qwen2VLImageProcessorPil.from_pretrained(path)
         except Exception as error:  # each part of it has its own
             self.refuse(f"no preprocessor_config.json for its pictures ({first_line(error)})")
 
         self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
+        tower = config.vision_config
         sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
         if (self.patch, self.merge, self.processor.temporal_patch_size) != sizes:
             sizes = "the size of patches or how many merge"
@@ -133,7 +128,7 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
 
 
 def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, bytes]]) -> dict:
-    """inputs_embeds [B, T, H] and position_ids [3, B, T] of ids, with pictures (row, place, PNG)."""
+    """inputs_embeds [B, T, H] and position_ids [3, B, T] of ids with (row, place, PNG)s."""
     processor = causal.picture_processor
     features = tower_features(causal, [png for _, _, png in pictures])
     grids = [[] for _ in ids]
