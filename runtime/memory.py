@@ -82,7 +82,7 @@ def shape_of(config) -> Shape | None:
     names = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
     sizes = [getattr(config, name, None) for name in names.split()]
     experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts")]
-    if any(experts) or not all(type(size) is int for size in sizes):
+    if any(experts) or not all(type(size) is int and size > 0 for size in sizes):
         return None
     hidden, inner, layers, heads, vocabulary = sizes
     width = getattr(config, "head_dim", None) or hidden // heads
