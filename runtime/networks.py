@@ -77,8 +77,6 @@ class Network:
         """The transformers model itself, which other networks may share."""
         return plain(self.model)
 
-    # ------------ other networks ------------
-
     def with_adapter(self, name: str, lora) -> "Network":
         """A network that computes with these weights, as they are at any time, plus a LoRA adapter
         of its own (a peft LoraConfig), which alone it trains."""
@@ -90,13 +88,13 @@ class Network:
     def copy(self, name: str) -> "Network":
         """A network that starts with these weights and goes its own way: a full copy; of a LoRA
         policy, whose base nobody trains, a copy of its adapter."""
+        from peft import set_peft_model_state_dict
+
         if not is_adapted(self.model):
             return Network(name, copy.deepcopy(self.model))
         lora = copy.deepcopy(self.model.peft_config[self.name])
         network = Network(name, add_adapter(self.model, name, lora), (name,))
-        own = {key.replace(f".{self.name}.", f".{name}."): p for key, p in self.own_weights()}
-        for key, parameter in network.own_weights():
-            parameter.data.copy_(own[key])
+        set_peft_model_state_dict(self.model, adapter_weights(self.model, self.name), name)
         return network
 
     def initial(self) -> "Network":
@@ -105,12 +103,6 @@ class Network:
         if not is_adapted(model):
             model = copy.deepcopy(model).requires_grad_(False)
         return Network("initial", model, ("none",))
-
-    def own_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """(name, parameter) of this network's adapter."""
-        return [(n, p) for n, p in self.model.named_parameters() if f".{self.name}." in n]
-
-    # ------------ forward passes ------------
 
     def activate(self):
         """The model, computing as this network does and training its parameters alone."""
@@ -150,8 +142,6 @@ class Network:
                 return function(hidden, ids[:, 1:][is_action])
 
         return fsdp.through(plain(model), forward)
-
-    # ------------ updates ------------
 
     def may_step(self, grad_norm: float) -> bool:
         """Whether this gradient is finite. Else it warns; three in a row: FloatingPointError."""
@@ -249,9 +239,6 @@ def sum_gradients(network: Network) -> None:
             parameter.grad = processes.total(parameter.grad)
 
 
-# ------------ memory ------------
-
-
 def recompute_layers(models: list) -> bool:
     """Let the layers of these models keep nothing of a forward pass but their input: the backward
     pass computes them again, with the same result. False where a model has no such layers."""
@@ -269,9 +256,6 @@ def computed_again(forward, *inputs, **options):
         return forward(*inputs, **options)
     saving = dict(use_reentrant=False, preserve_rng_state=False)  # no layer draws at random
     return checkpoint(forward, *inputs, **saving, **options)
-
-
-# ------------ weights, for engines and files ------------
 
 
 def policy_weights(model):

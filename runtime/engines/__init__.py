@@ -39,6 +39,11 @@ class SamplingParams:
         if self.logprobs:
             raise ValueError(f"logprobs {self.logprobs}: an engine tells the sampled token's alone")
 
+    def asked(self, stop_ids: list[int]) -> dict:
+        """What vLLM is asked, with these stop tokens where none are given."""
+        stops = stop_ids if self.stop_token_ids is None else self.stop_token_ids
+        return vars(self) | {"stop_token_ids": stops}
+
     def clone(self) -> "SamplingParams":
         return copy.deepcopy(self)
 

@@ -130,16 +130,8 @@ class ServerEngine:
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
         """One answer to a context, of whatever server has one. Raises EngineError."""
-        stops = sampling.stop_token_ids
-        request = request_of(
-            context,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop_token_ids=self.stop_ids if stops is None else stops,
-            seed=torch.randint(2**31, ()).item(),
-        )
+        asked = sampling.asked(self.stop_ids) | {"seed": torch.randint(2**31, ()).item()}
+        request = request_of(context, **asked)
         while True:
             while not self.ready_servers():
                 await asyncio.sleep(PAUSE / 10)

@@ -88,8 +88,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def generate_batch(self, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
         logprobs = self.read(contexts, sampling)  # [B, vocabulary]
-        stop_ids = sampling.stop_token_ids
-        stop_ids = self.stop_ids if stop_ids is None else stop_ids
+        stop_ids = sampling.asked(self.stop_ids)["stop_token_ids"]
         stops = torch.tensor(stop_ids, device=logprobs.device)
         alive = torch.ones_like(logprobs[:, :1], dtype=torch.bool)  # [B, 1]
         sampled, theirs = [], []

@@ -144,14 +144,8 @@ class VllmEngine(Engine):
 
         known = repr(ours)
         if known not in self.params:
-            stops = self.stop_ids if ours.stop_token_ids is None else ours.stop_token_ids
             self.params[known] = SamplingParams(
-                temperature=ours.temperature,
-                top_p=ours.top_p,
-                top_k=ours.top_k,
-                max_tokens=ours.max_tokens,
-                stop_token_ids=stops,
-                logprobs=0,  # of the sampled token alone
+                **ours.asked(self.stop_ids),
                 logit_bias=dict.fromkeys(self.never, -100.0) or None,  # the most that vLLM takes
                 detokenize=False,
                 skip_clone=True,  # a deep copy for each request is a twentieth of a rollout

@@ -73,6 +73,10 @@ class PictureProcessor:
         rows, columns = self.patches(png)[1]
         return [self.image_token] * (rows * columns)
 
+    def grids(self, pngs: list[bytes]) -> torch.Tensor:
+        """(1, rows, columns) of the patches of each picture, [P, 3]."""
+        return torch.tensor([[1, *(n * self.merge for n in self.patches(png)[1])] for png in pngs])
+
 
 def shows_pictures(env) -> bool:
     return getattr(env, "shows_pictures", False)
@@ -94,19 +98,6 @@ def opened(png: bytes):
         sys.exit(f"the world showed {'no' if png else 'an empty'} picture ({error})")
 
 
-def positions(length: int, grids: list[tuple[int, tuple[int, int]]]) -> torch.Tensor:
-    """Positions [3, length] (time, row, column) of a sequence, from the (place, (rows, columns)) of
-    its pictures: a text token has its number three times, a picture's tokens have one time, and
-    what follows goes on after the picture's longer side (M-RoPE, Wang et al., arXiv 2409.12191)."""
-    numbers = torch.arange(length).repeat(3, 1)
-    for place, (rows, columns) in grids:
-        end, first = place + rows * columns, numbers[0, place].item()
-        cells = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns))
-        numbers[:, place:end] = first + cells.T
-        numbers[:, end:] = torch.arange(length - end) + first + max(rows, columns)
-    return numbers
-
-
 def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
     """{PNG: what the vision tower makes of it [n, H]}, each computed once, in one pass. With a
     graph where the tower trains; what a frozen tower made is kept."""
@@ -117,9 +108,8 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
     found = {png: known[png] for png in pngs if png in known}
     if new := [png for png in dict.fromkeys(pngs) if png not in known]:
         patches = torch.cat([processor.patches(png)[0] for png in new]).to(causal.device)
-        thw = torch.tensor([[1, *processor.patches(png)[1]] for png in new]).to(causal.device)
-        thw[:, 1:] *= processor.merge
-        found |= zip(new, causal.base_model.get_image_features(patches, thw).pooler_output)
+        grids = processor.grids(new).to(causal.device)
+        found |= zip(new, causal.base_model.get_image_features(patches, grids).pooler_output)
     if keeps and new:
         known |= {png: found[png].detach() for png in new}
         for png in list(known)[:-KEPT]:
@@ -129,18 +119,12 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
 
 def picture_inputs(causal, ids: torch.Tensor, pictures: list[tuple[int, int, bytes]]) -> dict:
     """inputs_embeds [B, T, H] and position_ids [3, B, T] of ids with (row, place, PNG)s."""
-    processor = causal.picture_processor
-    features = tower_features(causal, [png for _, _, png in pictures])
-    grids = [[] for _ in ids]
+    processor, pngs = causal.picture_processor, [png for _, _, png in pictures]
+    features, shown = tower_features(causal, pngs), ids == processor.image_token
     embeds = causal.get_input_embeddings()(ids).clone()
-    for row, place, png in pictures:
-        grids[row].append((place, processor.patches(png)[1]))
-        tokens = features[png].to(embeds.dtype)
-        if not (ids[row, place : place + len(tokens)] == processor.image_token).all():
-            raise ValueError("a picture's tokens are not where the sequence has the picture")
-        embeds[row, place : place + len(tokens)] = tokens
-    where = torch.stack([positions(ids.shape[1], each) for each in grids], 1)
-    return {"inputs_embeds": embeds, "position_ids": where.to(ids.device)}
+    embeds[shown] = torch.cat([features[png] for png in pngs]).to(embeds.dtype)
+    places, _ = causal.base_model.get_rope_index(ids, shown.int(), processor.grids(pngs))
+    return {"inputs_embeds": embeds, "position_ids": places}
 
 
 class Album:
@@ -150,7 +134,7 @@ class Album:
     def __init__(self, causal):
         self.causal = causal
         self.numbers: dict[bytes, range] = {}  # of a picture's tokens
-        self.grids: dict[int, tuple[int, int]] = {}  # (rows, columns), by the first number
+        self.pngs: dict[int, bytes] = {}  # by their first number
         width = causal.get_input_embeddings().embedding_dim
         self.features = torch.zeros(0, width, device=causal.device)
 
@@ -161,7 +145,7 @@ class Album:
             for png in new:
                 first = -1 - sum(map(len, self.numbers.values()))
                 self.numbers[png] = range(first, first - len(found[png]), -1)
-                self.grids[first] = self.causal.picture_processor.patches(png)[1]
+                self.pngs[first] = png
             self.features = torch.cat([self.features, *(found[png] for png in new)])
         numbered = [list(context) for context in contexts]
         for ids, context in zip(numbered, contexts):
@@ -178,5 +162,6 @@ class Album:
 
     def positions(self, ids: list[int]) -> torch.Tensor:
         """Positions [3, n] of numbered ids."""
-        grids = [(place, self.grids[n]) for place, n in enumerate(ids) if n in self.grids]
-        return positions(len(ids), grids)
+        pngs, row = [self.pngs[n] for n in ids if n in self.pngs], torch.tensor([ids])
+        grids = self.causal.picture_processor.grids(pngs)
+        return self.causal.base_model.get_rope_index(row, (row < 0).int(), grids)[0][:, 0]
