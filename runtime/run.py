@@ -45,8 +45,7 @@ class Run:
         tell_if_too_much(config, args, cards, card)
         self.script = Path(sys.argv[0]).stem
         self.eval_env = getattr(env, "eval_env", env)
-        tasks = evaluation_tasks(env, args.run_args.eval_set)
-        panel = tasks[: args.run_args.eval_tasks]
+        panel = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
         self.eval_tasks = [task for task in panel for _ in range(args.run_args.eval_samples)]
         self.rows, self.row, self.networks, self.lists = [], {}, [], {}
         self.path, self.board, self.lock, self.began = None, None, None, []
@@ -65,9 +64,8 @@ class Run:
     @property
     def reading(self) -> dict:
         """How frozen weights are read: for transformers' from_pretrained."""
-        given = self.args.run_args
-        reading = {"use_safetensors": True, "trust_remote_code": given.trust_remote_code}
-        return reading | {"dtype": getattr(torch, given.dtype)}
+        trust, dtype = self.args.run_args.trust_remote_code, self.args.run_args.dtype
+        return dict(use_safetensors=True, trust_remote_code=trust, dtype=getattr(torch, dtype))
 
     def load_policy(self, lora=None):
         """(model, engine, chat): the policy of --model, with a LoRA adapter if lora is a peft
@@ -76,8 +74,8 @@ class Run:
 
         logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own
         args, run_args = self.args, self.args.run_args
-        model = self.read_model(whole=lora is None)
         try:
+            model = self.read_model(whole=lora is None)
             trust, processor = run_args.trust_remote_code, getattr(model, "picture_processor", None)
             self.tokenizer = models.read_tokenizer(self.model_path, model, trust)
             stop_ids = models.stop_ids_of(model, self.tokenizer)
@@ -115,12 +113,9 @@ class Run:
         """The causal language model of --model. Weights that train as a whole are float32 always,
         frozen ones have the precision of --dtype."""
         reading = self.reading | ({"dtype": torch.float32} if whole else {})
-        try:
-            if not shows_pictures(self.env):
-                return models.read_causal_model(self.model_path, **reading)
-            model = models.read_seeing_model(self.model_path, self.args.model, reading)
-        except models.ModelError as error:
-            refuse("model", self.args.model, str(error))
+        if not shows_pictures(self.env):
+            return models.read_causal_model(self.model_path, **reading)
+        model = models.read_seeing_model(self.model_path, self.args.model, reading)
         if self.args.world.freeze_vision:
             model.base_model.visual.requires_grad_(False)
         return model

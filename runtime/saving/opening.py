@@ -18,8 +18,7 @@ from runtime.distributed import processes
 from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in
 from runtime.saving.files import hash_file, hash_files, lock, read_json
-from runtime.view import terminal
-from runtime.view.board import open_board
+from runtime.view import report, terminal
 from runtime.worlds import opened
 
 import torch
@@ -99,7 +98,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
     wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
     run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
     if run_args.track or "WANDB_SWEEP_ID" in os.environ:
-        run.board = open_board(path, wandb_id, flags_of(args), run_args.quiet)
+        run.board = report.open_board(path, wandb_id, flags_of(args), run_args.quiet)
 
 
 def record_of(path: Path) -> tuple[dict, list[dict]]:

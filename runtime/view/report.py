@@ -1,11 +1,15 @@
-"""What episodes were like, the lines of the terminal, and curve.png."""
+"""What episodes were like, the lines of the terminal, curve.png, and W&B."""
 
 import hashlib
 import json
+import os
+import socket
 from collections import Counter
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from runtime.distributed import fsdp, processes
+from runtime.flags import shown
 from runtime.saving.files import EPISODE_VERSION, replace_file, to_json
 from runtime.view import viewer
 from runtime.view.terminal import say, warn
@@ -13,6 +17,7 @@ from runtime.worlds import require, summary_of
 
 import numpy as np
 
+ANSWERS_WITHIN = 4.0  # seconds of W&B, whose client asks twice
 TERMINAL = "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill"
 CREDIT = {  # what curve.png says of a PRM
     "prm/pair_accuracy": "pairs ranked right",
@@ -102,6 +107,28 @@ def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -
     return lines
 
 
+def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
+    """The W&B run of --track. Where W&B does not answer within seconds, an offline one."""
+    import wandb
+
+    options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
+    wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60, "silent": quiet}
+    try:
+        settings = wandb.setup().settings
+        if settings.mode == "online" and not {"HTTPS_PROXY", "https_proxy"} & os.environ.keys():
+            url = urlsplit(settings.base_url)  # its client would try for much longer
+            port = url.port or (443 if url.scheme == "https" else 80)
+            socket.create_connection((url.hostname, port), ANSWERS_WITHIN).close()
+        return wandb.init(**options, settings=wandb.Settings(**wait))
+    except Exception as error:  # network, key and service have no common class
+        secret = os.environ.get("WANDB_API_KEY") or "\n"
+        reason = shown(str(error).split("\n")[0].replace(secret, "..."))
+        way = "the run goes on as with WANDB_MODE=offline, and `wandb sync` sends it later"
+        warn(f"--track: W&B cannot be had ({reason}); {way}")
+    wandb.teardown()  # its service holds the run half open
+    return wandb.init(**options, mode="offline")
+
+
 def tables(**lines: list[str]) -> dict:
     """{name: W&B's table of these lines of episodes.jsonl, a row per step}; none of no lines."""
     import wandb
@@ -173,11 +200,11 @@ def summary(run) -> None:
     panel = f"{given.eval_tasks} tasks x {given.eval_samples} samples"
     say(f"{env.name}, {panel} at temperature {given.eval_temperature}")
     say("iterations   minutes   success (standard error)   score")
-    shown = "time/elapsed", "eval/success", "eval/success_error", "eval/score"
-    evaluated = [row for row in run.rows if has(row, *shown)]
+    keys = "time/elapsed", "eval/success", "eval/success_error", "eval/score"
+    evaluated = [row for row in run.rows if has(row, *keys)]
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
-        seconds, success, error, score = (row[key] for key in shown)
+        seconds, success, error, score = (row[key] for key in keys)
         mean = f"{success:.3f} ({error:.3f})"
         say(f"{row['iteration']:10} {seconds / 60:9.1f}   {mean:24}   {score:.3f}")
     for key in getattr(env, "measures", ()):
