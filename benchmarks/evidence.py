@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import credit
 from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
-from runtime.ranges import NAME as LONGEST
+from runtime.flags import NAME as LONGEST
 from runtime.saving.files import append, replace_file, rows_of, to_json
 from sweeps.file import Job
 from sweeps.results import half_width

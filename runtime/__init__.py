@@ -7,7 +7,7 @@
     saving/                                 checkpoints, whole files, where a result comes from
     view/                                   what a run says: terminal, curve.png, view.html, W&B
     vision/                                 pictures, where a world shows them
-    checks.py  ranges.py  memory.py         what cannot work, said before anything is loaded
+    checks.py  memory.py                    what cannot work, said before anything is loaded
     models.py  ending.py                    reading --model; ends in one line
 
 The scripts import this package before torch, because threads read their settings when torch begins.

@@ -81,14 +81,13 @@ def stop(run, error: BaseException) -> None:
             sys.exit(1)
         file = path / f"batch-{run.iteration:06d}.json"
         replace_file(file, to_json(what_main_had(error), default=repr))  # pictures
-        advice = "a smaller --learning-rate, named in --override, may help"
-        sys.exit(f"\nstopped: {error}; the batch is in {file}{kept} ({advice})")
+        kept = f"{kept} (a smaller --learning-rate, named in --override, may help)"
+        sys.exit(f"\nstopped: {error}; the batch is in {file}{kept}")
     if isinstance(error, EngineError):
         other = "" if run.args.run_args.engine_url else ", or --engine hf needs nothing more"
         sys.exit(f"\nstopped: {shown(error)}{kept}{other}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
-        less = "a smaller --micro-batch-tokens or --engine-memory needs less"
-        sys.exit(f"\nstopped: out of memory{kept} ({less})")
+        sys.exit(f"\nstopped: out of memory{kept} (--micro-batch-tokens, --engine-memory: less)")
     if processes.lost_another(error):
         sys.exit(f"\nstopped: another process of this run ended{kept}")
     in_text = any(f"os error {code}" in str(error) for code in FULL)  # of a library in Rust

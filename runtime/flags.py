@@ -9,8 +9,6 @@ from difflib import get_close_matches
 from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from runtime.ranges import LARGE, MOST, SMALL, Range, Text
-
 import tyro
 
 T = TypeVar("T")
@@ -30,12 +28,9 @@ class RunArgs:
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""
-    engine_url: tuple[str, ...] = ()
-    """Addresses of vLLM servers that sample in place of --engine: http://a:8000 http://b:8000."""
-    engine_memory: int = 2
-    """Size of the engine's key-value cache on a CPU [GiB]; on a GPU --engine-gpu-share counts."""
-    engine_gpu_share: float = 0.4
-    """Share of a GPU's memory that the engine takes, weights and cache; vLLM frees it to train."""
+    engine_url: tuple[str, ...] = ()  # Addresses of vLLM servers that sample: http://host:8000.
+    engine_memory: int = 2  # Size of the engine's key-value cache on a CPU [GiB].
+    engine_gpu_share: float = 0.4  # Share of a GPU's memory that the engine takes to sample.
     dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
     """Precision of engine, matrix products and frozen weights: bfloat16 on a GPU, else float32."""
     micro_batch_tokens: int = 8192  # Most tokens in a forward pass: bounds memory, not the result.
@@ -50,14 +45,11 @@ class RunArgs:
     eval_temperature: float = 0.4  # Sampling temperature in evaluation (paper: 0.4); 0: greedy.
     runs_dir: str = "runs"  # Directory in which runs are kept.
     run_name: str = ""  # Name of this run's directory in --runs-dir; empty: script, seed and time.
-    resume: str = ""
-    """Run to continue (runs/NAME), with the same flags; auto: the one that this command began."""
-    override: tuple[str, ...] = ()
-    """Flags that may differ from those of the run that --resume continues: learning-rate seed."""
+    resume: str = ""  # Run to continue (runs/NAME); auto: the one that this command began.
+    override: tuple[str, ...] = ()  # Flags that may differ where --resume continues: seed clip.
     save_every: int = 0  # Iterations between checkpoints; 0: as often as costs 5 % of the time.
     keep: int = 2  # Number of latest checkpoints that are kept; the best evaluation's is kept too.
-    processes: int = 1
-    """Number of processes that the launcher started (docs/many-gpus.md); another one is refused."""
+    processes: int = 1  # Number of processes that the launcher started (docs/many-gpus.md).
     chat_template_kwargs: str = ""
     """Variables of --model's chat template, a JSON object: '{"enable_thinking": false}'."""
     trust_remote_code: bool = False
@@ -74,6 +66,71 @@ class RunArgs:
         if not is_object:
             needs = """has to be a JSON object, as '{"enable_thinking": false}'"""
             refuse("chat_template_kwargs", self.chat_template_kwargs, needs)
+
+
+MOST = 10_000_000  # of what is counted
+LARGE, SMALL = 1e9, 1e-9  # of what is measured
+PATH = 4096  # characters of a text, as long as a path may be
+NAME, NAME_BYTES = 100, 255  # characters and bytes of a name
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers of a kind, int or float, from `least` to `most`, both included; `or_zero`: and 0."""
+
+    kind: type
+    least: float
+    most: float
+    or_zero: bool = False
+
+    def __str__(self) -> str:
+        number = "a whole number" if self.kind is int else "a number"
+        form = ",d" if self.kind is int else "g"
+        zero = "0 or " if self.or_zero else ""
+        return f"{zero}{number} from {self.least:{form}} to {self.most:{form}}"
+
+    @property
+    def metavar(self) -> str:
+        """How --help shows it: INT>=1, FLOAT>0, 0<=FLOAT<=1."""
+        name = self.kind.__name__.upper()
+        if self.least == SMALL:
+            return f"{name}>=0" if self.or_zero else f"{name}>0"
+        if self.least < 0:
+            return name
+        if self.most >= MOST:
+            return f"{name}>={self.least:g}"
+        return f"{self.least:g}<={name}<={self.most:g}"
+
+    def refusal(self, text: str) -> str:
+        """What a value has to be, where this text is none; else nothing."""
+        try:
+            value = self.kind(text)
+        except ValueError:
+            return f"has to be {self}"
+        inside = self.least <= value <= self.most or (self.or_zero and value == 0)
+        return "" if inside else f"has to be {self}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Printable characters, on one line; `component`: as a directory of this name needs it."""
+
+    component: bool = False
+    kind = str
+    metavar = "STR"
+
+    def refusal(self, text: str) -> str:
+        """What is wrong with this text, or nothing."""
+        if not text.isprintable():
+            return "has characters that are not printable"
+        most = NAME if self.component else PATH
+        if len(text) > most:
+            return f"has {len(text):,} characters, {most:,} are the most"
+        if self.component and (text in (".", "..") or "/" in text or text != text.strip()):
+            return "has to be the name of one directory, without a path or blanks around it"
+        if self.component and len(text.encode()) > NAME_BYTES:
+            return f"has {len(text.encode())} bytes, {NAME_BYTES} are the most"
+        return ""
 
 
 # What the value of a flag may be, of every script and world. A flag of your own, which is not here,

@@ -28,8 +28,7 @@ def check_directory(path: Path) -> None:
         if file.suffix in (".json", ".safetensors", ".jinja", ".txt") and not file.is_file():
             raise ModelError(f"{file.name} is no file (a pipe, a directory or a broken link)")
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        merge = "merge it into its base model first (merge_and_unload of peft), and save that"
-        raise ModelError(f"an adapter alone, without its base model; {merge}")
+        raise ModelError("an adapter alone: merge it into its base model (peft's merge_and_unload)")
     for file in [*path.glob("*_config.json"), *path.glob("tokenizer.json")]:
         read_object(file)
 
@@ -62,8 +61,8 @@ def check_headers(path: Path, configs: list[dict]) -> None:
                 for name in tensors.keys():
                     count += 1
                     part = tensors.get_slice(name)
-                    if part.get_dtype() not in FLOATS and len(part.get_shape()) > 1:
-                        dtype = f"{name} is {part.get_dtype()}"
+                    dtype = part.get_dtype()
+                    if dtype not in FLOATS and len(part.get_shape()) > 1:
                         raise ModelError(f"{file.name}: quantised weights do not train ({dtype})")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file.name} is no safetensors file ({error})") from error
@@ -87,8 +86,7 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
 
     if other := sorted(found["mismatched_keys"]):
         name, there, here = other[0]
-        shapes = f"{tuple(there)} there, {tuple(here)} by config.json"
-        raise ModelError(f"the weight {name} has another shape ({shapes})")
+        raise ModelError(f"the weight {name} has another shape, {tuple(there)}, than {tuple(here)}")
     if missing := sorted(found["missing_keys"]):
         named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise ModelError(f"{len(missing)} of its weights are missing in the safetensors: {named}")
@@ -152,8 +150,9 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     """The layout of a conversation, in a run with its template_options; or ModelError. Where no
     token ends an answer, the template's mark does; a template with another end is told."""
     if not tokenizer.chat_template:
-        missing = "no chat template (tokenizer_config.json or chat_template.jinja)"
-        raise ModelError(f"{missing}: take an instruct model, or add one")
+        raise ModelError(
+            "no chat template (chat_template.jinja): add one, or take an instruct model"
+        )
     options = template_options(run, tokenizer) if run else {}
     try:
         chat = Chat(tokenizer, stop_ids, processor, options)
@@ -169,16 +168,13 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     mark = tokenizer.convert_ids_to_tokens(marks[0]) if marks else "no token"
     if not stop_ids:
         if not marks:
-            none = "no end-of-text token (eos_token of tokenizer_config.json)"
-            raise ModelError(f"{none}, and no mark of its chat template ends an answer")
+            raise ModelError("no end-of-text token (eos_token), and its chat template has no mark")
         chat.stop_ids = marks[:1]
-        taken = f"an answer ends with {mark}, as in its chat template"
-        terminal.warn(f"--model {name} names no end-of-text token; {taken}")
+        terminal.warn(f"--model {name} names no end-of-text token; its template's is {mark}")
     elif not {*stop_ids} & {*chat.between}:
         ends = " ".join(map(str, tokenizer.convert_ids_to_tokens(stop_ids)))
         there = f"its tokenizer ends an answer with {ends}, its chat template with {mark}"
-        long = "answers may go on to --max-action-tokens"
-        terminal.warn(f"--model {name}: {there}; {long}, unless eos_token names the template's")
+        terminal.warn(f"--model {name}: {there}; answers may go on to --max-action-tokens")
     return chat
 
 

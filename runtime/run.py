@@ -126,8 +126,7 @@ class Run:
         self.networks, self.lists = list(networks), lists
         of_each = [network.model for network in networks]
         if self.args.run_args.gradient_checkpointing and not recompute_layers(of_each):
-            none = f"--model {self.args.model} has no layers that can be computed again"
-            refuse("gradient_checkpointing", True, none)
+            refuse("gradient_checkpointing", True, "no layers of --model can be computed again")
         if fsdp.wanted():
             fsdp.shard_all(self.networks, self.args.run_args.dtype, self.device)
         report.announce(self)

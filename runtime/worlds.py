@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 
 from runtime.data import Seen
-from runtime.ranges import LARGE
+from runtime.flags import LARGE
 from runtime.view.terminal import first_line, plain
 
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info

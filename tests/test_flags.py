@@ -212,7 +212,7 @@ def test_types_on_pages_and_in_worlds_are_plain():
     pages = [ROOT / f"{script}.py" for script in (*SCRIPTS, "view")]
     for file in (*pages, *ROOT.glob("envs/**/*.py")):
         text = file.read_text()
-        assert "runtime.ranges" not in text and "Annotated" not in text, file
+        assert "Annotated" not in text, file
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

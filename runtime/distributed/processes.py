@@ -44,8 +44,7 @@ def start(args) -> torch.device:
     if state.num_processes != number:
         sys.exit(f"--processes {number}: accelerate connected {state.num_processes}; {GIVES}")
     if fsdp.wanted() and (args.policy_lora_rank or run_args.engine == "hf"):
-        needs = "FSDP shards a policy that is trained whole, sampled by vllm"
-        sys.exit(f"--policy-lora-rank, --engine hf: {needs}")
+        sys.exit("--policy-lora-rank, --engine hf: FSDP shards a policy that is trained whole")
     # with it transformers loads weights in the first process only
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not state.is_main_process:

@@ -316,8 +316,7 @@ def read_checkpoint(path: Path) -> dict:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"{state}: missing, cut off or not a checkpoint's") from error
     if number != FORMAT:
-        reads = f"this version reads {FORMAT}"
-        sys.exit(f"{state}: written in format {number}, {reads}")
+        sys.exit(f"{state}: written in format {number}, this version reads {FORMAT}")
     if sum_of(about) != written:
         raise DamagedError(f"{state}: not what was written (its hash differs)")
     for name, (size, digest) in about["files"].items():

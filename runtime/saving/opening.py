@@ -78,8 +78,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
     if resume and not is_there:
         sys.exit(f"--resume {resume}: no run there (it has no args.json)")
     if is_there and not resume:
-        there = f"{path} has a run already; --resume {path} goes on with it"
-        sys.exit(f"--run-name {run_args.run_name}: {there}")
+        sys.exit(f"--run-name {run_args.run_name}: a run already; --resume {path} goes on with it")
     refuse_others(path)
     if resume:
         try:

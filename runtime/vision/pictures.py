@@ -32,8 +32,7 @@ class PictureProcessor:
 
         self.model = model
         if config.model_type != "qwen2_5_vl":
-            needed = "the visual worlds need a Qwen2.5-VL"
-            self.refuse(f"its type {config.model_type} sees no pictures here; {needed}")
+            self.refuse(f"its type {config.model_type} sees no pictures here: take a Qwen2.5-VL")
         try:
             self.processor = processor or pil.Qwen2VLImageProcessorPil.from_pretrained(path)
         except Exception as error:  # each part of it has its own
@@ -43,8 +42,7 @@ class PictureProcessor:
         tower = config.vision_config
         sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
         if (self.patch, self.merge, self.processor.temporal_patch_size) != sizes:
-            sizes = "the size of patches or how many merge"
-            self.refuse(f"preprocessor_config.json and config.json differ in {sizes}")
+            self.refuse("preprocessor_config.json and config.json differ in their patches")
         self.image_token = config.image_token_id
         self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
         self.features: dict[bytes, torch.Tensor] = {}

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin
 
 import envs
-from runtime.flags import OWN, RANGES, TABLE, check_words, flags_of, kinds_of, parse
-from runtime.ranges import Range
+from runtime.flags import OWN, RANGES, TABLE, Range, check_words, flags_of, kinds_of, parse
 
 import pytest
 from conftest import load, scripts_with
