@@ -54,7 +54,7 @@ def main():
     file = given.run / "episodes.jsonl"
     if not file.exists():
         sys.exit(f"{given.run}: there is no episodes.jsonl in it")
-    episodes = rows_of(file, given.last)
+    episodes = [row for row in rows_of(file) if row["iteration"] <= given.last]
     table = table_of((e for e in episodes if e["iteration"] >= given.first), given.rows)
     print(table, end="")
     if given.out:

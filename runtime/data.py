@@ -1,6 +1,5 @@
 """Episodes as tokens: from what was said, turn by turn, to flat tensors and micro-batches. N
-trajectories, S steps and K action tokens are numbered; index tensors say what belongs to what.
-"""
+trajectories, S steps and K action tokens are numbered; index tensors say what belongs to what."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field

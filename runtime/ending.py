@@ -32,13 +32,12 @@ def ends_cleanly(main):
     @functools.wraps(main)
     def guarded():
         current.clear()
-        before = signal.signal(signal.SIGTERM, raise_terminated)
-        interrupted = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGTERM, raise_terminated)
         try:
             main()
         except BaseException as error:
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, leave)
+                signal.signal(number, lambda *_: os._exit(1))  # it is ending already
             with contextlib.suppress(Exception):  # of two errors the first is told
                 finish_saving()
             try:
@@ -55,9 +54,6 @@ def ends_cleanly(main):
                 discard(run)
                 if run.lock is not None:
                     os.close(run.lock)
-            if not own_process:  # else it ends now, and a signal is quiet
-                signal.signal(signal.SIGTERM, before)
-                signal.signal(signal.SIGINT, interrupted)
         if own_process:
             processes.end()
 
@@ -88,7 +84,8 @@ def stop(run, error: BaseException) -> None:
         sys.exit(f"\nstopped: {shown(error)}{kept}{other}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
         sys.exit(f"\nstopped: out of memory{kept} (--micro-batch-tokens, --engine-memory: less)")
-    if processes.lost_another(error):
+    is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    if processes.count() > 1 and isinstance(error, RuntimeError) and is_lost:
         sys.exit(f"\nstopped: another process of this run ended{kept}")
     in_text = any(f"os error {code}" in str(error) for code in FULL)  # of a library in Rust
     if getattr(error, "errno", None) in FULL or in_text:
@@ -106,8 +103,7 @@ def discard(run) -> None:
             shutil.rmtree(run.path / left, ignore_errors=True)
     if not run.began or rows_of(run.path / "metrics.jsonl") or any(run.path.glob("batch-*.json")):
         return
-    tables = "metrics.jsonl", "episodes.jsonl", "eval_episodes.jsonl"
-    for name in ("args.json", "run.json", *tables, "lock"):
+    for name in "args.json run.json metrics.jsonl episodes.jsonl eval_episodes.jsonl lock".split():
         (run.path / name).unlink(missing_ok=True)
     shutil.rmtree(run.path / "pictures", ignore_errors=True)
     for made in reversed(run.began):
@@ -119,18 +115,10 @@ def what_main_had(error: BaseException) -> dict:
     """The tensors and trajectories among main's variables when an error passed through it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     values = next(frame.f_locals for frame in frames if frame.f_code.co_name == "main")
-    had = {}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            had[name] = value.tolist()
-        elif isinstance(value, list) and value and is_dataclass(value[0]):
-            had[name] = [asdict(item) for item in value]
-    return had
+    lists = {n: v for n, v in values.items() if isinstance(v, list) and v and is_dataclass(v[0])}
+    had = {name: [asdict(item) for item in items] for name, items in lists.items()}
+    return had | {n: v.tolist() for n, v in values.items() if isinstance(v, torch.Tensor)}
 
 
 def raise_terminated(*_):
     raise KeyboardInterrupt("SIGTERM")
-
-
-def leave(*_):  # a signal while the process is ending already
-    os._exit(1)

@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from itertools import takewhile
@@ -23,8 +24,7 @@ def usual_dtype() -> str:
 
 @dataclass
 class RunArgs:
-    """Flags of a run: none of them changes what is learnt, but for --dtype's precision and what
-    --chat-template-kwargs changes in prompts."""
+    """Flags of a run. What is learnt depends on none, but for --dtype's precision and prompts."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""
@@ -34,8 +34,7 @@ class RunArgs:
     dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
     """Precision of engine, matrix products and frozen weights: bfloat16 on a GPU, else float32."""
     micro_batch_tokens: int = 8192  # Most tokens in a forward pass: bounds memory, not the result.
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory for about a third more time."""
+    gradient_checkpointing: bool = False  # Recompute layers: less memory, a third more time.
     eval_every: int = 10  # Iterations between evaluations; the last iteration is always evaluated.
     eval_only: bool = False  # Evaluate --model and stop, without training.
     eval_set: Literal["panel", "validation"] = "panel"
@@ -52,20 +51,16 @@ class RunArgs:
     processes: int = 1  # Number of processes that the launcher started (docs/many-gpus.md).
     chat_template_kwargs: str = ""
     """Variables of --model's chat template, a JSON object: '{"enable_thinking": false}'."""
-    trust_remote_code: bool = False
-    """Run the Python code that comes with --model; without this flag such a model is refused."""
+    trust_remote_code: bool = False  # Run the Python code that comes with --model.
     quiet: bool = False  # Print only warnings and errors.
-    track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works); an agent of a sweep always does."""
+    track: bool = False  # Log to Weights & Biases too; an agent of a sweep always does.
 
     def __post_init__(self):
-        try:
-            is_object = isinstance(json.loads(self.chat_template_kwargs or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            needs = """has to be a JSON object, as '{"enable_thinking": false}'"""
-            refuse("chat_template_kwargs", self.chat_template_kwargs, needs)
+        with suppress(ValueError, RecursionError):
+            if isinstance(json.loads(self.chat_template_kwargs or "{}"), dict):
+                return
+        needs = """has to be a JSON object, as '{"enable_thinking": false}'"""
+        refuse("chat_template_kwargs", self.chat_template_kwargs, needs)
 
 
 MOST = 10_000_000  # of what is counted
@@ -172,9 +167,6 @@ OWN = {  # of a flag that is not in the table
     str: Text(),
     tuple[str, ...]: Text(),
 }
-
-
-# ------------ the command line ------------
 
 
 @dataclass

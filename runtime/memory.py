@@ -1,6 +1,5 @@
 """What an iteration takes of memory at its peak, in an update: arithmetic on the model's shape and
-the flags, before anything is loaded. benchmarks/memory.py compares it with what is measured.
-"""
+the flags, before anything is loaded. benchmarks/memory.py compares it with what is measured."""
 
 import os
 from dataclasses import dataclass, replace

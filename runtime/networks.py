@@ -86,8 +86,7 @@ class Network:
         return Network(name, model, (*self.adapters, name))
 
     def copy(self, name: str) -> "Network":
-        """A network that starts with these weights and goes its own way: a full copy; of a LoRA
-        policy, whose base nobody trains, a copy of its adapter."""
+        """A network that starts as this one and goes its own way: of a LoRA policy its adapter."""
         from peft import set_peft_model_state_dict
 
         if not is_adapted(self.model):
@@ -121,9 +120,7 @@ class Network:
         """The last hidden states [B, T, H] of ids [B, T], padded on the right: causal attention
         never looks there, so there is no mask. pictures: (row, place, PNG) of each."""
         causal = plain(self.model)
-        inputs = {"input_ids": ids}
-        if pictures:
-            inputs = picture_inputs(causal, ids, pictures)
+        inputs = picture_inputs(causal, ids, pictures) if pictures else {"input_ids": ids}
         return causal.base_model(**inputs, use_cache=False).last_hidden_state
 
     def at_actions(self, micro, args, function) -> torch.Tensor:
@@ -145,14 +142,12 @@ class Network:
 
     def may_step(self, grad_norm: float) -> bool:
         """Whether this gradient is finite. Else it warns; three in a row: FloatingPointError."""
-        if math.isfinite(grad_norm):
-            self.skips = 0
-            return True
-        self.skips += 1
-        warn(f"{self.name}: gradient norm {grad_norm:.3g}: this update is skipped")
+        self.skips = 0 if math.isfinite(grad_norm) else self.skips + 1
+        if self.skips:
+            warn(f"{self.name}: gradient norm {grad_norm:.3g}: this update is skipped")
         if self.skips >= SKIPS:
             raise FloatingPointError(f"the gradient was not finite in {SKIPS} updates in a row")
-        return False
+        return not self.skips
 
 
 def action_logprobs(network: Network, micro, args) -> torch.Tensor:

@@ -110,8 +110,7 @@ class Run:
         return self.policy_model, self.engine, self.chat
 
     def read_model(self, whole: bool):
-        """The causal language model of --model. Weights that train as a whole are float32 always,
-        frozen ones have the precision of --dtype."""
+        """--model's network: what trains as a whole is float32, what is frozen has --dtype."""
         reading = self.reading | ({"dtype": torch.float32} if whole else {})
         if not shows_pictures(self.env):
             return models.read_causal_model(self.model_path, **reading)
@@ -233,8 +232,7 @@ class Run:
 
 
 def mean_of(seen: list[dict]) -> dict:
-    """{name: mean} of statistics that all processes have seen, from {name: value} of each; a value
-    counts as often as its "weight" says, or once. {} where nothing was seen."""
+    """{name: mean} of what all processes have seen; a value counts "weight" times, or once."""
     seen = [{"weight": 1} | stats for stats in processes.gather(seen)]
     seen = [stats for stats in seen if stats["weight"]]
     weight = sum(stats["weight"] for stats in seen)

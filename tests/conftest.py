@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -277,12 +278,16 @@ def run_main(script: str, *flags, cwd, check: bool = True) -> subprocess.Complet
     is told as Python would; errors that nobody foresaw pass."""
     command = [str(ROOT / f"{script}.py"), *map(str, flags)]
     said, warned, code = io.StringIO(), io.StringIO(), 0
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(warned):
         with contextlib.chdir(cwd), patch.object(sys, "argv", command):
             try:
                 load(script).main()
             except SystemExit as stop:
                 code = stop.code
+            finally:  # a script is the whole of its process
+                for number, handler in before.items():
+                    signal.signal(number, handler)
     if isinstance(code, str):
         warned.write(f"{code}\n")
         code = 1

@@ -90,8 +90,7 @@ def test_no_module_is_longer_than_400_lines():
 
 
 def test_runtime_does_not_grow():
-    """The aim is 4,800 lines; what is reached may not be lost."""
-    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 5220
+    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 4800
 
 
 def test_the_docstring_of_runtime_names_every_module_and_no_other():

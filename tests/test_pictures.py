@@ -533,7 +533,10 @@ def test_a_model_of_half_a_configuration_is_refused(tmp_path):
     model = shutil.copytree(MODEL, tmp_path / "model")
     file = model / "preprocessor_config.json"
     told = json.loads(file.read_text())
-    for change, words in (({"merge_size": 2}, "differ in their patches"), (None, "no preprocessor")):
+    for change, words in (
+        ({"merge_size": 2}, "in their patches"),
+        (None, "no preprocessor"),
+    ):
         file.write_text(json.dumps(told | change)) if change else file.unlink()
         done = run_main(SCRIPTS[0], *SMALL, "--model", model, cwd=tmp_path, check=False)
         assert done.returncode == 1 and words in done.stderr, done.stderr

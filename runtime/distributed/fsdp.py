@@ -1,6 +1,5 @@
 """FSDP: weights, gradients and moments divided between the processes, as accelerate's configuration
-says (configs/fsdp.yaml). Gradients are summed over processes, not averaged.
-"""
+says (configs/fsdp.yaml). Gradients are summed over processes, not averaged."""
 
 import os
 from types import MethodType
@@ -87,5 +86,4 @@ def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     tensor = tensor.to(like.device)
     if not isinstance(like, DTensor):
         return tensor
-    has_it_whole = {"src_data_rank": None}  # every process
-    return distribute_tensor(tensor, like.device_mesh, like.placements, **has_it_whole)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -18,8 +18,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 
 GIVES = "torchrun --nproc_per_node N script.py --processes N starts N (accelerate launch --cpu: 1)"
-# What one process does alone, as hashing a large checkpoint, or waiting for a server that went away
-PATIENCE = timedelta(hours=2)
+PATIENCE = timedelta(hours=2)  # of what one process does alone, as hashing a large checkpoint
 gather = gather_object  # the items of all processes' lists, in the processes' order
 
 
@@ -86,12 +85,6 @@ def end() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
-
-
-def lost_another(error: BaseException) -> bool:
-    """Whether an error says that one of several processes does not answer any more."""
-    said = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-    return count() > 1 and isinstance(error, RuntimeError) and said
 
 
 def total(values):

@@ -7,8 +7,7 @@ servers.py asks vLLM servers elsewhere.
     engine.sleep()         leaves the memory to the trainer until the next load
     engine.restarts        how often an engine or a server was replaced because it failed
 
-Contexts and samples are lists of token ids. `load` and `sleep` are called while nobody asks.
-"""
+Contexts and samples are lists of token ids. `load` and `sleep` are called while nobody asks."""
 
 import asyncio
 import copy

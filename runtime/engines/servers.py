@@ -3,8 +3,7 @@
 A request has a seed of its own, so a sample that is asked for again is the same. Weights go by
 files that the servers see too: a LoRA policy as an adapter on --model, a whole policy in the place
 of the server's weights. Every answer says which weights it is of. A server that is lost is asked to
-take them until it is back; what it owed is asked for again, of the others if there are any.
-"""
+take them until it is back; what it owed is asked for again, of the others if there are any."""
 
 import asyncio
 import contextlib
@@ -194,8 +193,7 @@ class ServerEngine:
                 await asyncio.sleep(PAUSE)
 
     async def bring_back(self, within: float) -> None:
-        """Give the policy's weights to the servers that have others, until one has them; those that
-        do not answer are lost. Raises EngineError where none has them in so many seconds."""
+        """Give the policy's weights to servers without them until one has them; or EngineError."""
         end = time.monotonic() + within
         while True:
             missing = [server for server in self.servers if server.weights != self.weights]

@@ -1,6 +1,5 @@
 """transformers on the trainer's own model. All who ask at once are answered together, in the order
-in which they asked: the same seed gives the same samples, bit for bit.
-"""
+in which they asked: the same seed gives the same samples, bit for bit."""
 
 import asyncio
 import os

@@ -1,8 +1,7 @@
 """vLLM in this process, by its own step loop: a request for each turn of each episode.
 
 A LoRA policy in bfloat16 is an adapter on --model's weights: added to them, small updates would be
-rounded away. In float32, which vLLM's LoRA kernels do not have, the sum is exact.
-"""
+rounded away. In float32, which vLLM's LoRA kernels do not have, the sum is exact."""
 
 import asyncio
 import contextlib
@@ -190,8 +189,7 @@ class VllmEngine(Engine):
     repack_tied_head = staticmethod(repack_tied_head)
 
     def take_adapter(self, model) -> None:
-        """Take the policy's adapter in place of the last one, under an id of its own: of a used id
-        vLLM has the old weights."""
+        """Take the policy's adapter under a new id: of a used one vLLM has the old weights."""
         from vllm.lora.request import LoRARequest
 
         number = next(self.adapters)

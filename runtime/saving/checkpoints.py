@@ -5,8 +5,7 @@
     runs/NAME/exported/N/       a LoRA policy with its base, dense: made once, at the run's end
     runs/NAME/policy, prm, best links into the last and the best checkpoint, or to their exports
 
-A thread hashes, syncs and renames what was written under another name, while the run goes on.
-"""
+A thread hashes, syncs and renames what was written under another name, while the run goes on."""
 
 import hashlib
 import shutil
@@ -103,8 +102,7 @@ def is_due(run: Path, rows: list[dict], args) -> bool:
 
 
 def finish_checkpoint(run: Path, about: dict, best: int | None, keep: int) -> None:
-    """Make a checkpoint of the draft: state.json with size and SHA-256 of every file, all of it on
-    the disk, its name, the links to it. Then those that are not kept go."""
+    """Make the draft a checkpoint: state.json with all hashes, its name, the links; old ones go."""
     draft = run / "checkpoints" / "draft"
     found = sorted(path for path in draft.rglob("*") if path.is_file())
     sizes = {str(path.relative_to(draft)): path.stat().st_size for path in found}
@@ -163,8 +161,7 @@ def write_dense(path: Path, model, tokenizer, args) -> None:
 
 
 def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenizer, args) -> None:
-    """Write the last and the best LoRA policy as dense models, runs/NAME/exported/N, each once, and
-    point runs/NAME/policy and best at them."""
+    """Write the last and the best LoRA policy as dense models, each once, with links to them."""
     finish_saving()
     policy = next(network for network in networks if network.name == "policy")
     if processes.rank() or not kept_in(run) or not is_adapted(policy.model):
@@ -201,8 +198,7 @@ def sum_of(about: dict) -> str:
 
 
 def link(run: Path, path: Path, best: int | None) -> None:
-    """Point runs/NAME/policy (prm) at a checkpoint's networks, and runs/NAME/best at the policy of
-    the best one; at their exports where there are any."""
+    """Point runs/NAME/policy, prm and best at a checkpoint's networks, or at their exports."""
     links = {network.name: network for network in path.iterdir() if network.is_dir()}
     if best and path.with_name(f"{best:06d}").is_dir():
         links["best"] = path.with_name(f"{best:06d}") / "policy"
@@ -287,8 +283,7 @@ def cut_table(table: Path, last: int) -> list[dict]:
 
 
 def last_whole(run: Path) -> tuple[Path | None, dict]:
-    """(path, state.json and lists) of the last whole checkpoint, or (None, {}); damaged ones after
-    it are set aside."""
+    """(path, state.json and lists) of the last whole checkpoint, or (None, {})."""
     damaged = {}  # {path: why}
     for path in reversed(kept_in(run)):
         try:

@@ -65,9 +65,9 @@ def sync(path: Path) -> None:
     os.close(handle)
 
 
-def rows_of(path: Path, last: float = math.inf) -> list[dict]:
-    """The rows of a .jsonl up to iteration `last`, without lines that are none."""
-    return [row for _, row in lines_of(path) if row and row["iteration"] <= last]
+def rows_of(path: Path) -> list[dict]:
+    """The rows of a .jsonl, without lines that are none."""
+    return [row for _, row in lines_of(path) if row]
 
 
 def lines_of(path: Path):

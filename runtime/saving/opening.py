@@ -38,8 +38,7 @@ TOLD = {  # hashes of run.json: what they are of
 
 
 def refuse_other_ranks(run) -> dict[str, str]:
-    """Exit where a process was started with other flags, scripts, models or panels than the first.
-    Its hashes_of otherwise."""
+    """This process's hashes_of; exits where one was started otherwise than the first."""
     hashes = hashes_of(run)
     if processes.count() == 1:
         return hashes
@@ -157,8 +156,7 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
     if differ:
         advice = "give its flags, or name them in --override"
         sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
-    # only these flags, where they are named, let the files and tasks be others
-    world = {*vars(args.world)}
+    world = {*vars(args.world)}  # these flags, where they are named, let files and tasks be others
     bears = {"model": {"model"}, "data": world}
     bears["panel"] = world | {"eval_set", "eval_tasks", "max_steps"}
     for what, words in TOLD.items():

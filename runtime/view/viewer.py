@@ -1,7 +1,6 @@
 """view.html: a run as one page that needs nothing from elsewhere. What a model or a world wrote is
 text there: the page's script writes it with textContent alone, and a content security policy
-forbids every other script and every request.
-"""
+forbids every other script and every request."""
 
 import base64
 import gzip
@@ -139,8 +138,7 @@ def number(value):
 
 
 def scales_of(steps: list[dict]) -> dict[str, float]:
-    """{column: the absolute value within which WITHIN of the steps lie}, of what colours steps; a
-    column that is 0 throughout is left out."""
+    """{column: the absolute value within which WITHIN of the steps lie}, where one is not 0."""
     of = {name: [abs(number(s[name])) for s in steps if number(s.get(name))] for name in COLOURED}
     return {name: float(np.quantile(values, WITHIN)) for name, values in of.items() if values}
 

@@ -51,21 +51,16 @@ class PictureProcessor:
         sys.exit(f"--model {self.model}: {reason}")
 
     def read(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
-        """(patches [n, d], (rows, columns) of its tokens) of a picture; `patches` remembers them.
-        Exits with one line where it is none, or would not be seen as it is."""
+        """(patches [n, d], (rows, columns) of its tokens) of a picture; or it exits."""
         image = opened(png)
         rows, columns = image.height // self.patch, image.width // self.patch
         side, size = self.patch * self.merge, f"a picture has {image.width} x {image.height} pixels"
         if image.width % side or image.height % side:
             sys.exit(f"{size}: --model {self.model} takes multiples of {side}, see --cell-pixels")
-        try:
-            seen = self.processor(images=[image], return_tensors="pt")
-        except Exception as error:  # each part of it has its own
-            self.refuse(f"its preprocessor_config.json fails ({first_line(error)})")
-        patches = seen["pixel_values"]
+        seen = self.processor(images=[image], return_tensors="pt")
         if seen["image_grid_thw"].tolist() != [[1, rows, columns]]:
             sys.exit(f"{size}: --model {self.model} would resize it, see --cell-pixels")
-        return patches, (rows // self.merge, columns // self.merge)
+        return seen["pixel_values"], (rows // self.merge, columns // self.merge)
 
     def tokens(self, png: bytes) -> list[int]:
         rows, columns = self.patches(png)[1]
