@@ -218,7 +218,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
         ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
         values = replace(values, **ends) if ends else values
         flags[each.name] = Flag(kind, each.default, values, args_class.__name__)
-        if isinstance(values, Range):
+        if isinstance(values, Range) and not marks:
             told = Annotated[kind, tyro.conf.arg(metavar=values.metavar)]
             args_class.__annotations__[each.name] = told  # where tyro looks
     for part in reversed(nested):  # the world's is the last
