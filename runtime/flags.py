@@ -176,7 +176,6 @@ class Flag:
     kind: Any  # its type
     default: Any
     values: Range | Text | None  # of the table; None where the type says all
-    owner: str  # the dataclass that has it
 
     def refusal(self, value: str) -> str:
         """Why this cannot be the flag's value, or nothing."""
@@ -217,16 +216,17 @@ def kinds_of(args_class) -> dict[str, Flag]:
             values = OWN.get(kind)
         ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
         values = replace(values, **ends) if ends else values
-        flags[each.name] = Flag(kind, each.default, values, args_class.__name__)
+        flags[each.name] = Flag(kind, each.default, values)
         if isinstance(values, Range) and not marks:
             told = Annotated[kind, tyro.conf.arg(metavar=values.metavar)]
             args_class.__annotations__[each.name] = told  # where tyro looks
+    owners = {each.name: args_class.__name__ for each in fields(args_class)}
     for part in reversed(nested):  # the world's is the last
         for name, flag in kinds_of(part).items():
-            if name in flags:
-                both = f"{flags[name].owner} and {flag.owner} both have it"
-                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {flag.owner}.{name}")
-            flags[name] = flag
+            if name in owners:
+                both = f"{owners[name]} and {part.__name__} both have it"
+                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
+            flags[name], owners[name] = flag, part.__name__
     return flags
 
 

@@ -125,7 +125,7 @@ class Run:
         self.networks, self.lists = list(networks), lists
         of_each = [network.model for network in networks]
         if self.args.run_args.gradient_checkpointing and not recompute_layers(of_each):
-            refuse("gradient_checkpointing", True, "no layers of --model can be computed again")
+            refuse("gradient_checkpointing", True, f"--model {self.args.model} has no such layers")
         if fsdp.wanted():
             fsdp.shard_all(self.networks, self.args.run_args.dtype, self.device)
         report.announce(self)
