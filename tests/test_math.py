@@ -948,3 +948,17 @@ def test_a_name_is_called_alike_in_every_script(name):
         assert [*parameters][: len(given)] == given, script
         behind = [*parameters.values()][len(given) :]
         assert all(p.default is not p.empty for p in behind), script
+
+
+def test_the_benchmark_of_the_step_baseline_is_unbiased_only_with_the_others(monkeypatch):
+    """Nothing deserves credit there; what iStar's scripts compute has a bias, as the docs say."""
+    from benchmarks import step_baseline
+
+    monkeypatch.setattr(step_baseline, "GROUPS", 40_000)
+    found = [
+        step_baseline.gradients(8, others, np.random.default_rng(1))
+        for others in ("", "mean", "mean and std")
+    ]
+    group, mean, both = (values.mean() for values in found)
+    assert group == pytest.approx(0.139, abs=0.006) and mean == pytest.approx(0.068, abs=0.008)
+    assert abs(both) < 4 * found[-1].std() / 200
