@@ -1,19 +1,19 @@
-"""DPO on WebShop: online trajectory DPO of the policy itself, for an agent over many turns.
+"""DPO on WebShop: online trajectory DPO of the policy itself, for multi-turn agents.
 
 Rafailov et al., arXiv 2305.18290; a baseline of iStar (arXiv 2509.19199). The loss is that of
 iStar's PRM, with the sum over steps and pi_old as the reference, but it trains the policy itself,
 and there is no policy gradient. r_o: the outcome; tau+ and tau-: the better and the worse of two
 trajectories of one task; o_1:t: what the agent has seen; a_t: its action, all tokens of one answer;
-pi_old: the policy that played this iteration's episodes; pi_theta: the policy in training.
+pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     log ratio      L(tau) = sum_t log pi_theta(a_t|o_1:t) - log pi_old(a_t|o_1:t)
     policy         min_theta -E log sigmoid( beta * [L(tau+) - L(tau-)] ),  r_o(tau+) > r_o(tau-),
                    over all pairs within a group
 
-While pi_theta is pi_old, L is 0, and the gradient is REINFORCE's with pairs won less pairs lost as
-the advantage, which for outcomes 0 and 1 is RLOO's; later, pairs that are told apart count less.
-Left out: the initial model as the reference (online DPO in Guo et al., arXiv 2402.04792, has it),
-and iStar's guards. No ratio is clipped; an invalid answer costs what it does to the outcome.
+At pi_theta = pi_old, L is 0, and the gradient is REINFORCE's. Its advantage is pairs won minus
+pairs lost, which for outcomes 0 and 1 is RLOO's. Later, pairs that are already separated have less
+weight. Left out: the initial model as the reference (as in Guo et al., arXiv 2402.04792), iStar's
+guards, clipping, and the penalty for invalid answers.
 
     python dpo_webshop.py                           # the tiny model: 15 minutes on one CPU core
     python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

@@ -1,12 +1,12 @@
-"""G2PO on Sokoban: group-graph policy optimisation, for an agent over many turns.
+"""G2PO on Sokoban: group-graph policy optimisation, for multi-turn agents.
 
 Wang et al., arXiv 2606.22995; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
-are merged into one graph of the states that they passed through. A state is worth the mean of what
-became of its visits. A step is judged by the state that it leads to, against the other steps from
-where it was taken, and by how much it gains, against all steps of the group. r_o: the outcome; T:
-the episode's last step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all
-tokens of one answer; pi_old: the policy that played this iteration's episodes; pi_theta: the policy
-in training.
+are merged into one graph of their states. The value of a state is the mean discounted outcome of
+its visits. The advantage of a step compares the value of its next state with those of other steps
+from the same state, and its gain in value with all steps of the group. r_o: the outcome; T: the
+episode's last step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all
+tokens of one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
+policy in training.
 
     value          V(s) = mean of gamma^(T+1-t) * r_o over the visits s_t = s;  V(s_T+1) = r_o
     advantage      A(a_t) = A^E(tau) + w * A^S(a_t)
@@ -17,10 +17,10 @@ in training.
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta / pi_old of each token
 
-Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Decided here: what an
-episode ends in, cut off or not, is no state of the graph and is worth r_o (its code: the same for
-outcomes of 0 and 1); an invalid answer takes 0.1 off A, as in every script (its code: off r_o and
-V(s_t+1)). w = 0 is grpo_sokoban.py bit for bit.
+Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Our choices: the end
+of an episode, truncated or not, is not a state of the graph; its value is r_o (its code: the same
+for outcomes of 0 and 1). An invalid answer subtracts 0.1 from A, as in every script (its code: from
+r_o and V(s_t+1)). w = 0 is grpo_sokoban.py bit for bit.
 
     python g2po_sokoban.py                          # the tiny model: 6 minutes on one CPU core
     python g2po_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

@@ -1,11 +1,11 @@
-"""GAGPO on WebShop: generalised advantage grouped policy optimisation, over many turns.
+"""GAGPO on WebShop: generalised advantage grouped policy optimisation, for multi-turn agents.
 
 Zhu et al., arXiv 2605.13217; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
-through the same states. A state is worth the mean of what became of its visits, which stands in for
-PPO's critic: TD residuals and GAE over an episode's steps bring its outcome back to each of them.
-r_o: the outcome; T: the episode's last step; s_t: the state in which a_t was taken, here the page
-without the instruction; a_t: an action, all tokens of one answer; pi_old: the policy that played
-this iteration's episodes; pi_theta: the policy in training.
+through the same states. The mean discounted outcome of a state's visits replaces the value of PPO's
+critic, and GAE over the steps of an episode gives the advantages. r_o: the outcome; T: the
+episode's last step; s_t: the state in which a_t was taken, here the page without the instruction;
+a_t: an action, all tokens of one answer; pi_old: the policy that sampled this iteration's episodes;
+pi_theta: the policy in training.
 
     value          V(s) = mean of gamma^(T-t) * r_o over the visits s_t = s;  V(s_T+1) = 0
     TD residual    delta_t = r_t + gamma * V(s_t+1) - V(s_t),  r_T = r_o, before it 0
@@ -14,8 +14,8 @@ this iteration's episodes; pi_theta: the policy in training.
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = (pi_theta(a_t) / pi_old(a_t))^(1 / tokens of a_t), one for each action
 
-Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. Decided here: an
-episode that is cut off ends like any other, with its r_o; an invalid answer takes 0.1 off A, as in
+Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. Our choices: a
+truncated episode ends like any other, with its r_o; an invalid answer subtracts 0.1 from A, as in
 every script; gamma and lambda are those of a public reproduction.
 
     python gagpo_webshop.py                         # the tiny model: 15 minutes on one CPU core

@@ -1,10 +1,10 @@
-"""GiGPO on Sokoban: group-in-group policy optimisation, for an agent over many turns.
+"""GiGPO on Sokoban: group-in-group policy optimisation, for multi-turn agents.
 
 Feng et al., arXiv 2505.10978; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
-through the same states: steps taken in one of them (an anchor) are compared among themselves,
+through the same states. Steps from the same state (the anchor) are compared with each other,
 without a critic or a reward model. r_o: the outcome; T: the episode's last step; s_t: the state in
 which a_t was taken, here the grid; a_t: an action, all tokens of one answer; pi_old: the policy
-that played this iteration's episodes; pi_theta: the policy in training.
+that sampled this iteration's episodes; pi_theta: the policy in training.
 
     return         R_t = gamma^(T-t) * r_o
     anchor group   G(s) = steps of the group's trajectories with s_t = s
@@ -14,10 +14,10 @@ that played this iteration's episodes; pi_theta: the policy in training.
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta / pi_old of each token
 
-Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Decided here: F is of
-A^S alone (the paper has it in A^E too), so that w = 0 is grpo_sokoban.py bit for bit; the outcome
-at the end is a step's only reward, as it is all that the other algorithms learn from (the paper
-adds up the game's own).
+Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Our choices: F
+applies to A^S alone (in the paper also to A^E), so that w = 0 is grpo_sokoban.py bit for bit; the
+only reward is the outcome at the end, as in the other algorithms (the paper adds up the game's own
+rewards).
 
     python gigpo_sokoban.py                         # the tiny model: 6 minutes on one CPU core
     python gigpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

@@ -1,10 +1,10 @@
-"""GiGPO on text games: group-in-group policy optimisation, for an agent over many turns.
+"""GiGPO on text games: group-in-group policy optimisation, for multi-turn agents.
 
 Feng et al., arXiv 2505.10978; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
-through the same states: steps taken in one of them (an anchor) are compared among themselves,
+through the same states. Steps from the same state (the anchor) are compared with each other,
 without a critic or a reward model. r_o: the outcome; T: the episode's last step; s_t: the state in
 which a_t was taken, here the board or the text that the game shows; a_t: an action, all tokens of
-one answer; pi_old: the policy that played this iteration's episodes; pi_theta: the policy in
+one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in
 training.
 
     return         R_t = gamma^(T-t) * r_o
@@ -15,15 +15,14 @@ training.
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta / pi_old of each token
 
-Left out, as in istar_textgame.py: KL to a reference, entropy bonus, dual clip. Decided here: F is
-of A^S alone (the paper has it in A^E too), so that w = 0 is GRPO; the outcome at the end is a
-step's only reward, as it is all that the other algorithms learn from (the paper adds up the game's
-own).
+Left out, as in istar_textgame.py: KL to a reference, entropy bonus, dual clip. Our choices: F
+applies to A^S alone (in the paper also to A^E), so that w = 0 is GRPO; the only reward is the
+outcome at the end, as in the other algorithms (the paper adds up the game's own rewards).
 
-The first command only shows that it runs: the tiny model is Sokoban's, and nothing that it writes
-here has the form of an answer. The second one was not run.
+The tiny model is Sokoban's and writes no valid answer here, so its run only tests the script. The
+last command was not run.
 
-    pip install --no-deps -r requirements-games.txt  # the games' packages, which are optional
+    pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python gigpo_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
     python gigpo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
         --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\

@@ -1,10 +1,10 @@
-"""GraphGPO on Sokoban: graph-based group policy optimisation, for an agent over many turns.
+"""GraphGPO on Sokoban: graph-based group policy optimisation, for multi-turn agents.
 
 Cheng et al., arXiv 2605.26684; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
-are merged into one graph of the states that they passed through, so a step is judged by how near it
-came to the goal, whatever became of its own episode. r_o: the outcome; s_t: the state in which a_t
-was taken, here the grid; a_t: an action, all tokens of one answer; pi_old: the policy that played
-this iteration's episodes; pi_theta: the policy in training.
+are merged into one graph of their states. The credit of a step depends on the distance of its next
+state to the goal, and not on the outcome of its own episode. r_o: the outcome; s_t: the state in
+which a_t was taken, here the grid; a_t: an action, all tokens of one answer; pi_old: the policy
+that sampled this iteration's episodes; pi_theta: the policy in training.
 
     graph          nodes: the states of the group; edges: s_t -> s_t+1; the last step of a success
                    leads to the goal

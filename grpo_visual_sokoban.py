@@ -1,8 +1,8 @@
-"""GRPO on VisualSokoban: group-relative policy optimisation, for an agent over many turns.
+"""GRPO on VisualSokoban: group-relative policy optimisation, for multi-turn agents.
 
 Shao et al., arXiv 2402.03300; a baseline of iStar (arXiv 2509.19199). All steps of an episode get
 the same credit: its outcome r_o, standardised over its group. o_1:t: what the agent has seen; a_t:
-its action, all tokens of one answer; pi_old: the policy that played this iteration's episodes;
+its action, all tokens of one answer; pi_old: the policy that sampled this iteration's episodes;
 pi_theta: the policy in training.
 
     advantage      A(a_t) = A(tau) = (r_o(tau) - mean r_o) / std r_o over the group's trajectories

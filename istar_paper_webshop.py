@@ -1,8 +1,8 @@
-"""iStar on WebShop as published: the paper's choices, or its code's where it is silent.
+"""iStar on WebShop as published: the paper's choices, or its code's where it specifies none.
 
-Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar makes a reward for each of its
-steps, and nobody labels a step. o_1:t: what the agent has seen; a_t: its action, all tokens of one
-answer; pi_old: the policy that played this iteration's episodes; pi_theta: the policy in training.
+Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
+its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
+answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     PRM, by DPO    min_phi -E log sigmoid( L(tau+) - L(tau-) ),  r_o(tau+) > r_o(tau-),
                    L(tau) = sum_t r_phi(o_1:t, a_t)
@@ -12,10 +12,10 @@ answer; pi_old: the policy that played this iteration's episodes; pi_theta: the 
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
-pi_phi starts as a full copy of the policy and is trained at twice its rate: one step an iteration,
-on all pairs of the iteration's episodes, compared over all of their steps. Rewards are taken before
-that step, as in the authors' code. No KL to a reference, no entropy bonus, no dual clip.
-istar_webshop.py is the same page with our changes; the diff of the two says what they are.
+pi_phi starts as a full copy of the policy. Its rate is twice the policy's, and it makes one update
+per iteration, on all pairs of the iteration's episodes, over all of their steps. Rewards are
+computed before this update, as in the authors' code. No KL to a reference, entropy bonus or dual
+clip. istar_webshop.py is the same script with our changes; the diff of the two shows them.
 
     python istar_paper_webshop.py                     # the tiny model: 25 minutes on one CPU core
     python istar_paper_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

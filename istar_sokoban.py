@@ -1,8 +1,8 @@
 """iStar on Sokoban: step-level credit from an implicit process reward model (PRM).
 
-Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar makes a reward for each of its
-steps, and nobody labels a step. o_1:t: what the agent has seen; a_t: its action, all tokens of one
-answer; pi_old: the policy that played this iteration's episodes; pi_theta: the policy in training.
+Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
+its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
+answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     PRM, by DPO    min_phi -E log sigmoid( L(tau+) - L(tau-) ),  r_o(tau+) > r_o(tau-),
                    L(tau) = sum_t r_phi(o_1:t, a_t)
@@ -12,9 +12,9 @@ answer; pi_old: the policy that played this iteration's episodes; pi_theta: the 
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
-pi_phi is the policy's own weights plus a LoRA adapter, so r_phi is what the adapter has learnt.
-Also ours, not in istar_paper_sokoban.py: r_phi less its slope on log pi_old, the skill, the
-replay, the ridge (r_phi^2), A^S for valid answers in groups with a pair, pairs of equal length.
+pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt.
+Other changes to istar_paper_sokoban.py: r_phi minus its regression on log pi_old, skill, replay,
+ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs of equal length.
 
     python istar_sokoban.py                         # the tiny model: 10 minutes on one CPU core
     python istar_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

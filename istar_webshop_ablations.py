@@ -1,21 +1,21 @@
 """Ablations of iStar on WebShop: between istar_webshop.py and the paper, and other step rewards.
 
-istar_webshop.py is the algorithm; `diff` it with this page to see what these flags change:
+istar_webshop.py is the algorithm; its diff to this script shows what these flags change:
 
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
     --as-published credit        Every step gets A^S: groups without a pair, invalid answers.
-    --as-published preference    Nothing is taken off r_phi, whatever pi_old prefers.
+    --as-published preference    The regression on log pi_old is not subtracted from r_phi.
     --prm-lora-rank 0            The PRM is a full copy of the policy.
-    --prm-replay 0               It learns from all pairs of this iteration alone.
-    --step-reward ground-truth   The world's own step rewards take the place of the PRM's.
-    --step-reward merged         One advantage: that of r_o + alpha * r_phi, each step a sample.
+    --prm-replay 0               The PRM is trained on this iteration's pairs only.
+    --step-reward ground-truth   The world's own step rewards replace the PRM's.
+    --step-reward merged         One advantage, of r_o + alpha * r_phi; each step is a sample.
     --step-reward token          Each token has a reward, an advantage and a ratio.
     --step-reward head           An explicit PRM: a linear head (Razin et al., arXiv 2507.07981).
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
-Without these flags it is istar_webshop.py with A^E by RLOO. The symbols are that page's.
+Without these flags it is istar_webshop.py with RLOO's A^E; its docstring defines the symbols.
 istar_paper_webshop.py is --as-published skill length credit preference --prm-lora-rank 0
 --prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3 --lr-halving inf.
 """

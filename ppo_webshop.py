@@ -1,10 +1,10 @@
-"""PPO on WebShop: proximal policy optimisation with a learnt critic, over many turns.
+"""PPO on WebShop: proximal policy optimisation with a learnt critic, for multi-turn agents.
 
 Schulman et al., arXiv 1707.06347, with GAE, arXiv 1506.02438; a baseline of iStar (arXiv
 2509.19199). Credit per step comes from a critic that predicts the outcome, not from a group or a
 reward model. o_1:t: what the agent has seen; a_t: its action, all tokens of one answer; r_t: the
-reward of a step, the outcome r_o with the last one, else 0; V_psi: the critic; pi_old: the policy
-that played this iteration's episodes; pi_theta: the policy in training.
+reward of a step: the outcome r_o at the last step, else 0; V_psi: the critic; pi_old: the policy
+that sampled this iteration's episodes; pi_theta: the policy in training.
 
     GAE            delta_t = r_t + gamma * V(o_1:t+1) - V(o_1:t),  V = 0 after the last step
                    A(a_t) = sum over l >= 0 of (gamma * lambda)^l * delta_t+l; standardised
@@ -13,14 +13,14 @@ that played this iteration's episodes; pi_theta: the policy in training.
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta / pi_old of each token
 
-V(o_1:t) is read where the step's first action token is predicted: the last token of o_1:t. The
+V(o_1:t) is the output at the last token of o_1:t, which predicts the step's first action token. The
 critic is the initial model with a value head (transformers' token classification, one label,
-weights 0) and a LoRA adapter. --gae token is what the framework of iStar's authors does: every step
-is an episode of its own whose last token gets the outcome; values stand before each token, GAE runs
-over the tokens of the step, and nothing is passed on between steps.
+initialised to 0) and a LoRA adapter. --gae token follows the framework of iStar's authors: every
+step is a separate episode, and its last token gets the outcome; every token has a value, GAE runs
+over the tokens of the step, and no credit passes between steps.
 
-Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. Groups are rolled out
-as for the other algorithms, so that a batch is the same, but nothing is compared within them.
+Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. Groups are sampled as
+in the other algorithms, so that batches are the same, but PPO does not use them.
 
     python ppo_webshop.py                           # the tiny model: 25 minutes on one CPU core
     python ppo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

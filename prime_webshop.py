@@ -1,9 +1,9 @@
 """PRIME on WebShop: token rewards from an implicit process reward model (PRM) of outcomes.
 
-Cui et al., arXiv 2502.01456; a baseline of iStar (arXiv 2509.19199). Where iStar's PRM learns which
-of two trajectories was better, PRIME's learns whether a trajectory succeeds. r_o: the outcome, 0 or
-1; y_k: the k-th action token of a trajectory, of all its answers together; pi_old: the policy that
-played this iteration's episodes; pi_theta: the policy in training; pi_phi: the PRM; pi_ref: the
+Cui et al., arXiv 2502.01456; a baseline of iStar (arXiv 2509.19199). iStar's PRM learns which of
+two trajectories was better; PRIME's learns whether a trajectory succeeds. r_o: the outcome, 0 or 1;
+y_k: the k-th action token of a trajectory, of all its answers together; pi_old: the policy that
+sampled this iteration's episodes; pi_theta: the policy in training; pi_phi: the PRM; pi_ref: the
 initial model, where pi_phi starts.
 
     token reward   r(y_k) = beta * (log pi_phi(y_k|.) - log pi_ref(y_k|.)),  L(tau) = sum_k r(y_k)
@@ -13,14 +13,14 @@ initial model, where pi_phi starts.
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta / pi_old of each token
 
---variant istar-code is the simpler one that iStar's authors compare with, as a public copy of their
-release shows it (which of its options made their table, it does not say): a step is a sample of its
-own, labelled with its episode's outcome, so the cross-entropy is per step; pi_ref is pi_old; a
-step's summed reward is added to the outcome, and one leave-one-out over the group (every trajectory
-represented by its first step) makes it the advantage of the step.
+--variant istar-code is the simpler variant in a public copy of the release of iStar's authors (it
+is not known which of its options gave their table). Each step is a sample, labelled with its
+episode's outcome, so the cross-entropy is per step; pi_ref is pi_old. The advantage of a step is a
+leave-one-out over the group of the outcome plus the step's summed reward, in which the first step
+represents each other trajectory.
 
 Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip; and of PRIME's
-release the filter for prompts of middling accuracy, coefficients of the two parts, and whitening.
+release the filter for prompts of medium accuracy, the coefficients of the two parts, and whitening.
 
     python prime_webshop.py                         # the tiny model: 30 minutes on one CPU core
     python prime_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\

@@ -1,10 +1,10 @@
-"""REINFORCE++ with baseline on SOTOPIA, for an agent over many turns.
+"""REINFORCE++ with baseline on SOTOPIA, for multi-turn agents.
 
 Hu et al., arXiv 2501.03262; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the
-same credit: its outcome r_o against its group's mean, on one scale for the whole batch. GRPO's
-scale of each group's own makes the rarest outcome of an easy or a hard task count most; here all
-tasks count alike. o_1:t: what the agent has seen; a_t: its action, all tokens of one answer;
-pi_old: the policy that played this iteration's episodes; pi_theta: the policy in training.
+same credit: its outcome r_o minus the group's mean, with one scale for the whole batch. GRPO's
+scale per group gives rare outcomes of easy or hard tasks the most weight; here all tasks have equal
+weight. o_1:t: what the agent has seen; a_t: its action, all tokens of one answer; pi_old: the
+policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     centred        c(tau) = r_o(tau) - mean of r_o over the group, tau itself included
     advantage      A(a_t) = A(tau) = (c(tau) - mean c) / std c, over all steps of the batch
@@ -13,9 +13,9 @@ pi_old: the policy that played this iteration's episodes; pi_theta: the policy i
 
 Left out, as in istar_sotopia.py: KL to a reference (the paper's k2 loss), entropy bonus, dual clip.
 The paper's mean and std are over tokens; here each step counts once. A group of equal outcomes has
-c = 0 and gets what mean c leaves it.
+c = 0, so its A is -mean c / std c.
 
-    python reinforce_pp_sotopia.py                  # own scenarios, judged by rule: 4 minutes
+    python reinforce_pp_sotopia.py                  # own scenarios, scored by a rule: 4 minutes
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
         reinforce_pp_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
         --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\

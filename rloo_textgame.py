@@ -1,8 +1,8 @@
-"""RLOO on text games: REINFORCE with a leave-one-out baseline, for an agent over many turns.
+"""RLOO on text games: REINFORCE with a leave-one-out baseline, for multi-turn agents.
 
 Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode
-get the same credit: its outcome r_o against those of the group's others. o_1:t: what the agent has
-seen; a_t: its action, all tokens of one answer; pi_old: the policy that played this iteration's
+get the same credit: its outcome r_o minus the mean of the group's others. o_1:t: what the agent has
+seen; a_t: its action, all tokens of one answer; pi_old: the policy that sampled this iteration's
 episodes; pi_theta: the policy in training.
 
     advantage      A(a_t) = A(tau_i) = r_o(tau_i) - mean of r_o(tau_j) over the group's others j
@@ -11,10 +11,10 @@ episodes; pi_theta: the policy in training.
 
 Left out, as in istar_textgame.py: KL to a reference, entropy bonus, dual clip.
 
-The first command only shows that it runs: the tiny model is Sokoban's, and nothing that it writes
-here has the form of an answer. The second one was not run.
+The tiny model is Sokoban's and writes no valid answer here, so its run only tests the script. The
+last command was not run.
 
-    pip install --no-deps -r requirements-games.txt  # the games' packages, which are optional
+    pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python rloo_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
     python rloo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
         --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\

@@ -1,9 +1,8 @@
-"""A run as a page: runs/NAME/view.html, which opens in a browser from the disk and needs nothing
-from elsewhere.
+"""The HTML page of a run, runs/NAME/view.html: one file that opens in a browser from the disk.
 
 It shows curves, the groups of every iteration, and episodes as conversations whose steps are
-coloured by their credit. Every run writes it at its end; this writes it again, also while a run is
-going on. With two runs the page holds one against the other on the tasks that both have played.
+coloured by their credit. Every run writes it at its end; this script writes it again, also during a
+run. With two runs, the page compares them on the tasks that both have.
 
     python view.py runs/first
     python view.py runs/first runs/second

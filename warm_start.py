@@ -1,15 +1,15 @@
-"""Behaviour cloning from an expert: gives a cold policy its first successes, so that reinforcement
-learning can start.
+"""Behaviour cloning of an expert: trains a policy until it sometimes succeeds, so that
+reinforcement learning can start.
 
     min_theta  -mean log pi_theta(a_t | o_1:t)     over every token of the expert's answers
 
-The expert plays training tasks, and with probability --noise it takes a random action instead: the
-demonstrations visit states off the best path, and the clone knows all moves but prefers the best
-one only a little. Without --model the policy is made from nothing: a byte-level BPE tokenizer
-trained on the demonstrations, with a ChatML template, and a small Qwen3, or a small Qwen2.5-VL
-where the world shows pictures. Training stops when success on held-out training tasks reaches
---target; the panel is looked at once, at the end.
-docs/worlds.md has the commands that made the tiny models.
+The expert plays training tasks and takes a random action with probability --noise. So the
+demonstrations include states off the best path, and the clone prefers the best action only
+slightly. Without --model the policy starts from random weights: a small Qwen3, or a small
+Qwen2.5-VL if the world shows pictures, with a byte-level BPE tokenizer trained on the
+demonstrations and a ChatML template. Training stops when success on held-out training tasks reaches
+--target; the panel is evaluated once, at the end. docs/worlds.md has the commands that made the
+tiny models.
 
     python warm_start.py --out models/tiny-sokoban
     python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm \\
