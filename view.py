@@ -19,10 +19,10 @@ from runtime.view.viewer import MOST, write_page
 
 @dataclass
 class Args:
-    runs: tuple[str, ...] = ()  # One run, or two that are compared; --runs may be left out.
+    runs: tuple[str, ...] = ()  # One run, or two runs to compare; --runs may be left out.
     episodes: int = MOST
-    """Most episodes of a run on the page; of a longer run older iterations are thinned."""
-    out: str = ""  # File that is written; empty: view.html in the (first) run's directory.
+    """Most episodes of a run on the page; of longer runs it shows every n-th iteration."""
+    out: str = ""  # Output file; empty: view.html in the (first) run's directory.
 
 
 def main():

@@ -86,12 +86,12 @@ PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 
 @dataclass
 class RunArgs:
-    """What the machine bears; no result changes."""
+    """Limits of the machine; they do not change results."""
 
-    micro_batch_tokens: int = 8192  # A forward and backward pass has at most so many tokens.
-    engine_memory: int = 2  # The cache of keys and values takes so many GiB on a CPU.
-    engine_gpu_share: float = 0.4  # It takes this share of the memory of a GPU.
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Matrix products have this precision.
+    micro_batch_tokens: int = 8192  # Most tokens of a forward and backward pass.
+    engine_memory: int = 2  # Key-value cache of the engine on a CPU [GiB].
+    engine_gpu_share: float = 0.4  # Share of a GPU's memory for the key-value cache.
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Precision of matrix products.
 
 
 @dataclass
@@ -99,40 +99,40 @@ class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
     environment: Literal["sokoban", "visual_sokoban", "webshop", "sotopia", "crossings"] = "sokoban"
-    """The expert of this world is cloned."""
+    """World whose expert is cloned."""
     model: str = ""
-    """The policy starts from this directory or name on the hub; empty: from nothing."""
-    out: str = "models/new"  # The policy is kept in this directory.
-    target: float = 0.3  # Training stops at this success on held-out tasks.
+    """Initial policy: a directory, or a name on the hub; empty: a new model."""
+    out: str = "models/new"  # Output directory of the policy.
+    target: float = 0.3  # Success on held-out tasks at which training stops.
     min_updates: int = 200
-    """The first look comes after so many updates: a clone has to know moves, not just the form."""
-    max_updates: int = 4000  # Training gives up after so many updates.
-    demonstrations: int = 5000  # The expert plays so many episodes.
-    noise: float = 0.85  # An action of a demonstration is random with this probability.
+    """Updates before the first evaluation: a clone has to learn moves, not only the format."""
+    max_updates: int = 4000  # Most updates; training then stops without the target.
+    demonstrations: int = 5000  # Number of the expert's episodes.
+    noise: float = 0.85  # Probability of a random action in a demonstration.
     observation_share: float = 0.0
-    """This share of the environment's tokens are targets too: repeated pages teach to copy."""
-    batch_size: int = 64  # An update sees so many episodes.
-    learning_rate: float = 3e-3  # AdamW's rate; 1e-5 suits a pretrained model.
-    decay: bool = False  # The rate falls linearly to 0 at --max-updates; else it is constant.
-    eval_every: int = 20  # The held-out tasks are played after every so many updates.
-    eval_temperature: float = 0.4  # Evaluation samples at this temperature.
+    """Share of the environment's tokens that are targets too; repeated pages train copying."""
+    batch_size: int = 64  # Episodes per update.
+    learning_rate: float = 3e-3  # Learning rate (AdamW); 1e-5 for a pretrained model.
+    decay: bool = False  # Linear decay of the rate to 0 at --max-updates; else constant.
+    eval_every: int = 20  # Updates between evaluations on held-out tasks.
+    eval_temperature: float = 0.4  # Sampling temperature in evaluations.
     vocabulary: int = 640
-    """A new tokenizer has so many tokens; 256 bytes and three marks are always there."""
-    hidden: int = 64  # A new model has this width.
-    layers: int = 3  # A new model has so many layers.
-    heads: int = 2  # A new model has so many query heads, 32 wide.
-    kv_heads: int = 1  # A new model has so many key and value heads.
+    """Tokens of a new tokenizer, including 256 bytes and three special tokens."""
+    hidden: int = 64  # Width of a new model.
+    layers: int = 3  # Number of layers of a new model.
+    heads: int = 2  # Number of query heads of a new model, each 32 wide.
+    kv_heads: int = 1  # Number of key and value heads of a new model.
     rotary_base: float = 1000.0
-    """A new model's rotary positions have this base: short for short sequences, 10 for pictures."""
+    """Base of a new model's rotary positions: small for short sequences, 10 for pictures."""
     copying_heads: bool = False
-    """A new model's heads start by copying the tokens they attend to: it learns to copy faster."""
-    max_steps: int = 15  # An episode ends after so many steps.
-    max_action_tokens: int = 16  # An answer is cut after so many tokens.
+    """New heads are initialised to copy the tokens they attend to, so copying is learnt faster."""
+    max_steps: int = 15  # Longest episode [steps].
+    max_action_tokens: int = 16  # Longest answer [tokens].
     max_context_tokens: int = 1024
-    """An episode of more tokens is truncated; a new model has so many positions."""
-    history: int = 0  # Past turns that a step sees in evaluations; 0, and demonstrations: all.
-    temperature: float = 1.0  # Log-probabilities are taken at this temperature.
-    seed: int = 1  # Demonstrations, initialisation and order are drawn from this seed.
+    """Longest context [tokens]; longer episodes are truncated. Also a new model's positions."""
+    history: int = 0  # Past turns that a step sees in evaluations; 0: all, as in demonstrations.
+    temperature: float = 1.0  # Temperature of log-probabilities.
+    seed: int = 1  # Seed of demonstrations, initialisation and order.
 
 
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
