@@ -65,7 +65,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -92,17 +92,17 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -110,7 +110,7 @@ def lora(rank: int) -> LoraConfig | None:
 
 def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
-    make none. outcomes [N], group [N]."""
+    give none. outcomes [N], group [N]."""
     better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] 1e-5: rounding
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
@@ -129,8 +129,8 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 
 
 def pair_advantages(pairs: list[tuple[int, int]], group: torch.Tensor) -> torch.Tensor:
-    """(pairs won - pairs lost) / (members of the group - 1) of a trajectory, [N], group [N]: what
-    stands for an advantage while pi_theta is pi_old. For the log alone."""
+    """(pairs won - pairs lost) / (members of the group - 1) of a trajectory, [N], group [N]: the
+    advantage at pi_theta = pi_old. It is only logged."""
     winners, losers = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T
     won, lost = (torch.bincount(side, minlength=len(group)) for side in (winners, losers))
     others = torch.bincount(group)[group] - 1
@@ -141,8 +141,8 @@ def dpo_update(policy: Network, batch, old_logprobs, pairs: list, args) -> dict:
     """--minibatches optimiser steps of trajectory DPO, each on the pairs of a random share of the
     groups; statistics from before each step. old_logprobs [K].
 
-    The loss depends on the policy through the tokens' log ratios alone: differentiate it by them,
-    and back-propagate weight * log-probability, micro-batch by micro-batch."""
+    The loss depends on the policy only through the tokens' log ratios. Its derivatives by them are
+    the weights of the log-probabilities, which are back-propagated by micro-batch."""
     losses, found, ratios, grad_norms = [], [], [], []
     for share in torch.randperm(int(batch.group.max()) + 1).chunk(args.minibatches):
         ours = [pair for pair in pairs if batch.group[pair[0]] in share]
@@ -169,9 +169,9 @@ def dpo_update(policy: Network, batch, old_logprobs, pairs: list, args) -> dict:
 
 
 def update_statistics(losses: list[float], margins: list, log_ratios: list) -> dict:
-    """What is logged of an update: means over its steps, pairs and action tokens. The margins and
-    the accuracy are of pairs in groups that nothing had been learnt from, once pi_theta had moved:
-    those of the first step are all 0. None where there are none."""
+    """Logged statistics of an update: means over its steps, pairs and action tokens. Margins and
+    accuracy are of pairs in groups before they are trained on, without the first step, whose
+    margins are all 0. None if there are none."""
     stats = {"loss": sum(losses) / max(len(losses), 1), "margin": None, "pair_accuracy": None}
     logratio = torch.cat(log_ratios or [torch.zeros(1)])
     ratio = logratio.exp()
@@ -213,7 +213,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")

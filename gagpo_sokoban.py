@@ -70,7 +70,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -144,17 +144,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -167,15 +167,15 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     advantages = torch.zeros_like(outcomes)
     for g in group.unique():
         r = outcomes[group == g]
-        if r.max() > r.min():  # else the group teaches nothing
+        if r.max() > r.min():  # else the group gives no signal
             advantages[group == g] = (r - r.mean()) / r.std()
     return advantages
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task that were taken in the same state.
-    Step.anchor is the state after a step, so a step is taken in its predecessor's; the first one in
-    the state in which its episode began."""
+    """The anchor group of every step, [S]: steps of one task from the same state. Step.anchor is
+    the state after a step, so the state of a step is its predecessor's anchor, and that of the
+    first step is the initial state of its episode."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]
@@ -185,29 +185,29 @@ def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
 
 
 def steps_left(step_traj: torch.Tensor) -> torch.Tensor:
-    """T - t of every step: how many of its trajectory come after it, [S] from [S]."""
+    """T - t of every step: the number of later steps in its trajectory, [S] from [S]."""
     ends = torch.bincount(step_traj).cumsum(0)  # [N]
     return ends[step_traj] - 1 - torch.arange(len(step_traj))
 
 
 def state_values(outcomes, delays, anchor, gamma: float) -> torch.Tensor:
-    """V of the state that each step was taken in: the mean of gamma^delay * r_o over all steps
-    taken in it, [S] in float64 from [S] each."""
+    """V of the state of each step: the mean of gamma^delay * r_o over all steps from this state,
+    [S] in float64 from [S] each."""
     returns = outcomes.double() * gamma ** delays.double()
     sums = returns.new_zeros(int(anchor.max()) + 1).index_add(0, anchor, returns)
     return (sums / torch.bincount(anchor))[anchor]
 
 
 def standardised(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """z within the group, [S] in float32 from [S] each; of numbers with nine decimals, so that the
-    rounding errors of equal ones are not scaled up to 1."""
+    """z within the group, [S] in float32 from [S] each. Values are rounded to nine decimals, so
+    that rounding errors of equal values are not amplified."""
     return grpo_advantages(values.double().round(decimals=9), group).float()
 
 
 def gae_advantages(rewards, values, chain, gamma: float, lam: float) -> torch.Tensor:
     """sum over l of (gamma * lam)^l * delta_u+l along the chain, delta_u = r_u + gamma * V_u+1 -
-    V_u, [U] from [U] each. A chain's units are neighbours, in order of time; behind its last one V
-    and A are 0."""
+    V_u, [U] from [U] each. The units of a chain are adjacent and in order of time; after the last
+    one V and A are 0."""
     r, v, c = rewards.tolist(), values.tolist(), chain.tolist()
     advantages, later = [0.0] * len(c), 0.0
     for u in reversed(range(len(c))):
@@ -220,7 +220,7 @@ def gae_advantages(rewards, values, chain, gamma: float, lam: float) -> torch.Te
 
 
 def anchor_statistics(anchor, step_adv) -> dict:
-    """How many steps share their state with others, and how many have an A^S that is not 0."""
+    """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
     sizes = torch.bincount(anchor)
     return {
         "shared": (sizes[anchor] > 1).double().mean().item(),
@@ -260,7 +260,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")

@@ -75,7 +75,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -143,17 +143,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -166,15 +166,15 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     advantages = torch.zeros_like(outcomes)
     for g in group.unique():
         r = outcomes[group == g]
-        if r.max() > r.min():  # else the group teaches nothing
+        if r.max() > r.min():  # else the group gives no signal
             advantages[group == g] = (r - r.mean()) / r.std()
     return advantages
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task that were taken in the same state.
-    Step.anchor is the state after a step, so a step is taken in its predecessor's; the first one in
-    the state in which its episode began."""
+    """The anchor group of every step, [S]: steps of one task from the same state. Step.anchor is
+    the state after a step, so the state of a step is its predecessor's anchor, and that of the
+    first step is the initial state of its episode."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]
@@ -184,10 +184,10 @@ def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
 
 
 def discounted_returns(outcomes, step_traj, gamma: float) -> torch.Tensor:
-    """gamma^(T-t) * r_o, [S] from [N] and [S]: the outcome comes with the last step T."""
+    """gamma^(T-t) * r_o, [S] from [N] and [S]: the outcome is the reward of the last step T."""
     lengths = torch.bincount(step_traj)  # [N]
     last = lengths.cumsum(0)[step_traj] - 1  # [S] the last step of its trajectory
-    powers = gamma ** torch.arange(len(step_traj))  # of one exponent the same, to the last bit
+    powers = gamma ** torch.arange(len(step_traj))  # bit-identical for equal exponents
     return outcomes[step_traj] * powers[last - torch.arange(len(step_traj))]
 
 
@@ -196,13 +196,13 @@ def anchor_advantages(returns, anchor, norm: str) -> torch.Tensor:
     from [S] and [S]. Alone: 0."""
     if norm == "mean-std":
         return grpo_advantages(returns, anchor)
-    exact = returns.double()  # so that equal returns have exactly their mean
+    exact = returns.double()  # so that equal returns give exactly 0
     sums = exact.new_zeros(int(anchor.max()) + 1).index_add(0, anchor, exact)
     return (exact - (sums / torch.bincount(anchor))[anchor]).to(returns.dtype)
 
 
 def anchor_statistics(anchor, step_adv) -> dict:
-    """How many steps share their state with others, and how many have an A^S that is not 0."""
+    """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
     sizes = torch.bincount(anchor)
     return {
         "shared": (sizes[anchor] > 1).double().mean().item(),
@@ -242,7 +242,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")

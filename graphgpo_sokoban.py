@@ -41,7 +41,7 @@ from peft import LoraConfig
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-GOAL = object()  # a state that is none of the world's
+GOAL = object()  # a state that no world has
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -142,17 +142,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -165,15 +165,15 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     advantages = torch.zeros_like(outcomes)
     for g in group.unique():
         r = outcomes[group == g]
-        if r.max() > r.min():  # else the group teaches nothing
+        if r.max() > r.min():  # else the group gives no signal
             advantages[group == g] = (r - r.mean()) / r.std()
     return advantages
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task that were taken in the same state.
-    Step.anchor is the state after a step, so a step is taken in its predecessor's; the first one in
-    the state in which its episode began."""
+    """The anchor group of every step, [S]: steps of one task from the same state. Step.anchor is
+    the state after a step, so the state of a step is its predecessor's anchor, and that of the
+    first step is the initial state of its episode."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]
@@ -199,8 +199,8 @@ def goal_distances(trajectories: list[Trajectory]) -> torch.Tensor:
 
 def distances_in(edges: list[tuple[Hashable, Hashable]]) -> dict[Hashable, float]:
     """{state: steps of the shortest path from it to GOAL}, in a graph of edges (before, after);
-    where no path leads there it is the largest + 1."""
-    before: dict[Hashable, set] = {}  # {state: those that lead to it}
+    without a path, it is the largest + 1."""
+    before: dict[Hashable, set] = {}  # {state: its predecessors}
     for start, end in edges:
         before.setdefault(end, set()).add(start)
 
@@ -213,15 +213,15 @@ def distances_in(edges: list[tuple[Hashable, Hashable]]) -> dict[Hashable, float
 
 
 def distance_rewards(distances, anchor, discount: float) -> torch.Tensor:
-    """omega^(d - the smallest d of the anchor group), [S] from [S] and [S]: R_t but for a factor of
-    the group's own, which cancels in A^S, so that no power is too small for a float."""
+    """omega^(d - the smallest d of the anchor group), [S] from [S] and [S]: R_t up to a factor per
+    group, which cancels in A^S, so that no power underflows."""
     nearest = torch.full((int(anchor.max()) + 1,), torch.inf)
     nearest = nearest.scatter_reduce(0, anchor, distances, "amin")
     return discount ** (distances - nearest[anchor])
 
 
 def anchor_statistics(anchor, step_adv) -> dict:
-    """How many steps share their state with others, and how many have an A^S that is not 0."""
+    """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
     sizes = torch.bincount(anchor)
     return {
         "shared": (sizes[anchor] > 1).double().mean().item(),
@@ -261,7 +261,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")

@@ -74,7 +74,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -117,7 +117,7 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     advantages = torch.zeros_like(outcomes)
     for g in group.unique():
         r = outcomes[group == g]
-        if r.max() > r.min():  # else the group teaches nothing
+        if r.max() > r.min():  # else the group gives no signal
             advantages[group == g] = (r - r.mean()) / r.std()
     return advantages
 
@@ -193,17 +193,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -212,7 +212,7 @@ def lora(rank: int) -> LoraConfig | None:
 
 # === block: paper prm ===
 def preference_pairs(outcomes, group) -> list[tuple[int, int]]:
-    """Every (winner, loser) of a group; equal outcomes make none. outcomes [N], group [N]."""
+    """Every (winner, loser) of a group; equal outcomes give none. outcomes [N], group [N]."""
     better = outcomes[:, None] > outcomes[None, :] + 1e-5  # [N, N]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
@@ -239,9 +239,9 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
     """One optimiser step of trajectory DPO over all pairs. log_phi, log_old [S]: log pi_phi and
     log pi_old of each step's action.
 
-    The loss depends on the PRM through log_phi alone: its derivative by each is the weight of that
-    log-probability's gradient. Added up micro-batch by micro-batch, these are the gradient of the
-    loss, in the memory of one micro-batch."""
+    The loss depends on the PRM only through log_phi. Its derivatives by log_phi are the weights of
+    the log-probabilities' gradients. Their sum over micro-batches is the gradient of the loss, in
+    the memory of one micro-batch."""
     phi = log_phi.clone().requires_grad_()  # [S]
     margin = margins(step_rewards(phi, log_old, args.beta), batch.step_traj, pairs)  # [P]
     loss = dpo_loss(margin)
@@ -251,7 +251,7 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
         logprobs = sum_per_step(action_logprobs(prm, micro, args), micro)  # [s] with a graph
         (logprobs * slope[micro.steps].to(logprobs.device)).sum().backward()
     grad_norm = optimizer_step(prm, args)
-    accuracy = ((margin.sign() + 1) / 2).mean().item()  # of pairs that are new to it; a tie: 0.5
+    accuracy = ((margin.sign() + 1) / 2).mean().item()  # on new pairs; a tie: 0.5
     margin = margin.mean().item()
     return {
         "loss": loss.item(),
@@ -262,8 +262,8 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """Logged of steps, [s] each: mean |weighted A^S| over mean |A^E|, and Pearson's correlation of
-    A^S with the world's progress, which no algorithm sees (0 where nothing varies)."""
+    """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
+    of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -304,7 +304,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
@@ -316,7 +316,7 @@ def main():
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         log_old = sum_per_step(old_logprobs, batch)  # [S]
-        log_phi = sum_per_step(batch_logprobs(prm, batch, args), batch)  # [S] before it learns
+        log_phi = sum_per_step(batch_logprobs(prm, batch, args), batch)  # [S] before its update
         rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
         pairs = preference_pairs(batch.outcomes, batch.group)
         run.log("prm", {"pairs": len(pairs), "pair_accuracy": None})

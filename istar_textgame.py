@@ -81,7 +81,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -124,7 +124,7 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     advantages = torch.zeros_like(outcomes)
     for g in group.unique():
         r = outcomes[group == g]
-        if r.max() > r.min():  # else the group teaches nothing
+        if r.max() > r.min():  # else the group gives no signal
             advantages[group == g] = (r - r.mean()) / r.std()
     return advantages
 
@@ -200,17 +200,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -220,7 +220,7 @@ def lora(rank: int) -> LoraConfig | None:
 # === block: prm ===
 def preference_pairs(outcomes, group, margin: float = 0.0) -> list[tuple[int, int]]:
     """Every (winner, loser) of a group whose outcomes differ by more than margin; equal outcomes
-    make none. outcomes [N], group [N]."""
+    give none. outcomes [N], group [N]."""
     better = outcomes[:, None] - outcomes[None, :] > margin + 1e-5  # [N, N] 1e-5: rounding
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
@@ -233,15 +233,15 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
 
 def policy_slope(rewards, log_old, step_group) -> torch.Tensor:
     """Slope of r_phi on log pi_old within groups, from [s] each. A PRM that only sharpens the
-    policy ranks pairs too, since rare answers are often wrong, and confirms what pi_old prefers."""
+    policy ranks pairs well, as rare answers are often wrong, but only reinforces pi_old."""
     means = torch.bincount(step_group, log_old) / torch.bincount(step_group)  # of each group
     centred = log_old - means[step_group]
     return (centred @ rewards) / centred.square().sum().clamp(min=1e-9)
 
 
 def margins(rewards, step_traj, pairs: list) -> torch.Tensor:
-    """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both: a
-    failure runs to the step limit, and length alone would decide."""
+    """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both:
+    failed episodes last until the step limit, so length alone would rank them."""
     of_each = rewards.split(torch.bincount(step_traj).tolist())  # N of [T]
     found = []
     for winner, loser in pairs:
@@ -259,7 +259,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
     """One optimiser step of trajectory DPO and ridge over all pairs of these episodes."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
-    log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
+    log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] current policy
     log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
     rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
 
@@ -279,20 +279,20 @@ def draw(replay: list, args) -> list[list[Trajectory]]:
 
 
 def best_and_worst(group: list[Trajectory]) -> list:
-    """Two episodes of a group; among equal outcomes chance decides."""
+    """The best and the worst episode of a group; ties are broken at random."""
     by_outcome = sorted(random.sample(group, len(group)), key=lambda t: t.outcome)
     return [by_outcome[0], by_outcome[-1]]
 
 
 def skill(accuracies: list[float], window: int = 5) -> float:
-    """How far the PRM's credit is trusted, 0 to 1: by how much better than chance it ranked the
-    pairs of the last iterations, before it learnt from them. The window is filled up with 0."""
+    """Weight of the PRM's credit, 0 to 1: its accuracy above chance on the pairs of the last
+    iterations, before it was trained on them. Missing iterations count as 0."""
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """Logged of steps, [s] each: mean |weighted A^S| over mean |A^E|, and Pearson's correlation of
-    A^S with the world's progress, which no algorithm sees (0 where nothing varies)."""
+    """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
+    of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -335,7 +335,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
@@ -347,14 +347,14 @@ def main():
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         log_old = sum_per_step(old_logprobs, batch)  # [S]
-        log_phi = sum_per_step(batch_logprobs(prm, batch, args), batch)  # [S] before it learns
+        log_phi = sum_per_step(batch_logprobs(prm, batch, args), batch)  # [S] before its update
         rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         step_group = batch.group[batch.step_traj]  # [S]
         paired = torch.isin(step_group, batch.group[[winner for winner, _ in pairs]])  # [S]
-        credited = paired & ~batch.invalid  # no pair: no signal; invalid: rare is not good
+        credited = paired & ~batch.invalid  # no pair: no signal; invalid: r_phi is biased
         slope = policy_slope(rewards[credited], log_old[credited], step_group[credited])
-        rewards = rewards - slope * log_old  # [S] what pi_old's preference does not explain
+        rewards = rewards - slope * log_old  # [S] the part that log pi_old does not explain
         run.log("prm", {"pairs": len(pairs), "pair_accuracy": None})
         if pairs:
             right = (margins(rewards, batch.step_traj, pairs).sign() + 1) / 2  # [P] a tie: 0.5

@@ -80,7 +80,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -122,18 +122,18 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     advantages = torch.zeros_like(outcomes)
     for g in group.unique():
         r = outcomes[group == g]
-        if r.max() > r.min():  # else the group teaches nothing
+        if r.max() > r.min():  # else the group gives no signal
             advantages[group == g] = (r - r.mean()) / r.std()
     return advantages
 
 
 def step_advantages(rewards: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
-    """A^S = (r_phi - mean) / std over the steps of each number, [U] from [U] and [U]."""
+    """A^S = (r_phi - mean) / std over the units of each number, [U] from [U] and [U]."""
     return grpo_advantages(rewards, compared)
 
 
 def per_ratio(values: torch.Tensor, micro, ratio: str) -> torch.Tensor:
-    """What the ratios compare, of the values [k] of a micro-batch's tokens: the tokens themselves,
+    """The values that ratios use, from the values [k] of a micro-batch's tokens: the same values,
     or for each of its s steps their sum [s] or mean [s]."""
     if ratio == "token":
         return values
@@ -181,24 +181,24 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
 
 
 def preference_pairs(outcomes, group) -> list[tuple[int, int]]:
-    """Every (winner, loser) of a group; equal outcomes make none. outcomes [N], group [N]."""
+    """Every (winner, loser) of a group; equal outcomes give none. outcomes [N], group [N]."""
     better = outcomes[:, None] > outcomes[None, :] + 1e-5  # [N, N]
     same_group = group[:, None] == group[None, :]
     return [tuple(pair) for pair in (better & same_group).nonzero().tolist()]
@@ -210,17 +210,17 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
 
 
 def reward_model(path: str, rank: int, **reading):
-    """The initial model with a linear head of weight 0 and a LoRA adapter, "prm", both of which
-    peft trains and saves."""
+    """The initial model with a linear head, initialised to 0, and a LoRA adapter, "prm"; peft
+    trains and saves both."""
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **reading)
-    torch.nn.init.zeros_(model.score.float().weight)  # it trains: in float32
+    torch.nn.init.zeros_(model.score.float().weight)  # trained in float32
     adapter = lora(rank)
     adapter.exclude_modules, adapter.task_type = ["score"], "TOKEN_CLS"
     return get_peft_model(model, adapter, adapter_name="prm")
 
 
 def head_rewards(prm: Network, batch, args, graph=False) -> torch.Tensor:
-    """r_phi of every step, [S]: the head's where the last token of its answer is predicted."""
+    """r_phi of every step, [S]: the head's output that predicts the last token of the answer."""
 
     def values(prm, micro, args):  # [k]
         return prm.at_actions(micro, args, lambda hidden, _: prm.plain.score(hidden)[:, 0].float())
@@ -231,15 +231,15 @@ def head_rewards(prm: Network, batch, args, graph=False) -> torch.Tensor:
 
 def policy_slope(rewards, log_old, step_group) -> torch.Tensor:
     """Slope of r_phi on log pi_old within groups, from [s] each. A PRM that only sharpens the
-    policy ranks pairs too, since rare answers are often wrong, and confirms what pi_old prefers."""
+    policy ranks pairs well, as rare answers are often wrong, but only reinforces pi_old."""
     means = torch.bincount(step_group, log_old) / torch.bincount(step_group)  # of each group
     centred = log_old - means[step_group]
     return (centred @ rewards) / centred.square().sum().clamp(min=1e-9)
 
 
 def margins(rewards, step_traj, pairs: list, all_steps: bool) -> torch.Tensor:
-    """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both: a
-    failure runs to the step limit, and length alone would decide. all_steps: over all of both."""
+    """L(tau+) - L(tau-) of each pair, [P] from [S], over the first min(T+, T-) steps of both:
+    failures last until the step limit, so length alone would rank them. all_steps: all of both."""
     of_each = rewards.split(torch.bincount(step_traj).tolist())  # N of [T]
     found = []
     for winner, loser in pairs:
@@ -260,7 +260,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
     if args.step_reward == "head":
         rewards = head_rewards(prm, batch, args, graph=True)  # [S]
     else:
-        log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] by today's policy
+        log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] current policy
         log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
         rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
     margin = margins(rewards, batch.step_traj, pairs, "length" in args.as_published)  # [P]
@@ -272,7 +272,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
     """Episodes for each of --prm-steps steps: the best and the worst of each of two groups of the
-    replay; without a replay all of the new groups."""
+    replay; without a replay, all new episodes."""
     if replay and args.prm_replay == 0:
         return [[t for group in replay for t in group]] * args.prm_steps
     groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
@@ -281,20 +281,20 @@ def draw(replay: list, args) -> list[list[Trajectory]]:
 
 
 def best_and_worst(group: list[Trajectory]) -> list:
-    """Two episodes of a group; among equal outcomes chance decides."""
+    """The best and the worst episode of a group; ties are broken at random."""
     by_outcome = sorted(random.sample(group, len(group)), key=lambda t: t.outcome)
     return [by_outcome[0], by_outcome[-1]]
 
 
 def skill(accuracies: list[float], window: int = 5) -> float:
-    """How far the PRM's credit is trusted, 0 to 1: by how much better than chance it ranked the
-    pairs of the last iterations, before it learnt from them. The window is filled up with 0."""
+    """Weight of the PRM's credit, 0 to 1: its accuracy above chance on the pairs of the last
+    iterations, before it was trained on them. Missing iterations count as 0."""
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:
-    """Logged of steps, [s] each: mean |weighted A^S| over mean |A^E|, and Pearson's correlation of
-    A^S with the world's progress, which no algorithm sees (0 where nothing varies)."""
+    """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
+    of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
     share = step_adv.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
@@ -302,13 +302,13 @@ def credit_statistics(episode_adv, step_adv, progress) -> dict:
 
 
 def by_token(batch):
-    """The same batch with every action token as a step of its own, for advantages [K]."""
+    """The same batch with every action token as a separate step, for advantages [K]."""
     step_traj = batch.step_traj[batch.token_step]  # [K]
     return batch._replace(step_traj=step_traj, token_step=torch.arange(len(step_traj)))
 
 
 def compared_with(batch, over: str) -> torch.Tensor:
-    """A number for every step, [S]: A^S compares the steps of one number."""
+    """A number for every step, [S]; A^S is standardised over the steps of each number."""
     group = batch.group[batch.step_traj]  # [S]
     if over == "batch":
         return torch.zeros_like(group)
@@ -366,7 +366,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
@@ -389,7 +389,7 @@ def main():
             rewards = head_rewards(prm, batch, args)  # [S]
         else:
             log_old = sum_per_step(old_logprobs, units)  # [U]
-            log_phi = sum_per_step(batch_logprobs(prm, batch, args), units)  # [U] before it learns
+            log_phi = sum_per_step(batch_logprobs(prm, batch, args), units)  # [U] before its update
             rewards = step_rewards(log_phi, log_old, args.beta)  # [U]
             if "preference" not in args.as_published:
                 slope = policy_slope(rewards[credited], log_old[credited], step_group[credited])
@@ -440,7 +440,7 @@ def main():
             run.log_episodes("eval", run.rollout(play, run.eval_env, run.eval_tasks, evaluation))
         columns = dict(implicit_reward=rewards, step_advantage=step_adv, advantage=advantages)
         columns |= dict(episode_advantage=episode_adv)
-        if per_token:  # sums over a step's tokens
+        if per_token:  # sums over the tokens of a step
             columns = {name: sum_per_step(values, batch) for name, values in columns.items()}
         run.save(episodes, **columns)
 

@@ -83,7 +83,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -151,17 +151,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -169,16 +169,16 @@ def lora(rank: int) -> LoraConfig | None:
 
 
 def by_token(batch):
-    """The same batch with every action token as a step of its own, for advantages [K]."""
+    """The same batch with every action token as a separate step, for advantages [K]."""
     step_traj = batch.step_traj[batch.token_step]  # [K]
     return batch._replace(step_traj=step_traj, token_step=torch.arange(len(step_traj)))
 
 
 def credit_units(batch, invalid, penalty: float, gae: str):
-    """What has a value and an advantage: the U = S steps, or with --gae token the U = K tokens.
+    """The units that have a value and an advantage: U = S steps, or with --gae token U = K tokens.
 
-    at [U]: the action token that a unit stands before; chain [U]: what GAE runs along, a trajectory
-    or a step; rewards [U]: the outcome with the last one. invalid [S] costs a step `penalty`."""
+    at [U]: the first action token of a unit; chain [U]: the trajectory or step that GAE runs along;
+    rewards [U]: the outcome at the last unit, minus `penalty` at an invalid [S] step."""
     if gae == "step":
         at = torch.searchsorted(batch.token_step, torch.arange(len(batch.step_traj)))
         chain = batch.step_traj
@@ -195,8 +195,8 @@ def credit_units(batch, invalid, penalty: float, gae: str):
 
 def gae_advantages(rewards, values, chain, gamma: float, lam: float) -> torch.Tensor:
     """sum over l of (gamma * lam)^l * delta_u+l along the chain, delta_u = r_u + gamma * V_u+1 -
-    V_u, [U] from [U] each. A chain's units are neighbours, in order of time; behind its last one V
-    and A are 0."""
+    V_u, [U] from [U] each. The units of a chain are adjacent and in order of time; after the last
+    one V and A are 0."""
     r, v, c = rewards.tolist(), values.tolist(), chain.tolist()
     advantages, later = [0.0] * len(c), 0.0
     for u in reversed(range(len(c))):
@@ -215,12 +215,12 @@ def value_loss(values, old_values, returns, clip: float) -> torch.Tensor:
 
 
 def value_model(path: str, rank: int, **reading):
-    """The initial model with a value head of weight 0 and a LoRA adapter, "critic", both of which
-    peft trains and saves. Rank 0: all of it is trained, read in float32."""
+    """The initial model with a value head, initialised to 0, and a LoRA adapter, "critic"; peft
+    trains and saves both. Rank 0: full training, in float32."""
     if rank == 0:
         reading |= {"dtype": torch.float32}
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **reading)
-    for parameter in model.score.float().parameters():  # all of it trains: in float32
+    for parameter in model.score.float().parameters():  # trained in float32
         torch.nn.init.zeros_(parameter)
     if rank == 0:
         return model
@@ -231,7 +231,7 @@ def value_model(path: str, rank: int, **reading):
 
 
 def token_values(critic: Network, micro, args) -> torch.Tensor:
-    """V before each action token of a micro-batch, [k]: read where the token is predicted."""
+    """V before each action token of a micro-batch, [k]: the output that predicts the token."""
     return critic.at_actions(
         micro, args, lambda hidden, _: critic.plain.score(hidden)[:, 0].float()
     )
@@ -240,7 +240,7 @@ def token_values(critic: Network, micro, args) -> torch.Tensor:
 def critic_update(critic: Network, batch, at, old_values, returns, args) -> dict:
     """--minibatches optimiser steps, each on a random share of the episodes; at, old_values,
     returns [U]. A gradient is summed over micro-batches, each weighted by its number of units."""
-    unit = torch.full((len(batch.token_step),), -1)  # [K] the unit that stands before a token
+    unit = torch.full((len(batch.token_step),), -1)  # [K] the unit of each token, or -1
     unit[at] = torch.arange(len(at))
     token_traj = batch.step_traj[batch.token_step]  # [K]
     seen = []  # statistics of each micro-batch
@@ -248,7 +248,7 @@ def critic_update(critic: Network, batch, at, old_values, returns, args) -> dict
     for share in torch.randperm(len(batch.outcomes)).chunk(args.minibatches):
         num_units = int((torch.isin(token_traj, share) & (unit >= 0)).sum())
         for micro in micro_batches(batch, args, only=torch.isin(batch.step_traj, share)):
-            units = unit[micro.tokens]  # [k] the unit before each token, or -1
+            units = unit[micro.tokens]  # [k]
             values = token_values(critic, micro, args)[units >= 0]
             old = old_values[units[units >= 0]].to(values.device)
             target = returns[units[units >= 0]].to(values.device)
@@ -293,7 +293,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
@@ -303,7 +303,7 @@ def main():
         gap = (old_logprobs - batch.engine_logprobs).abs().mean().item()
         run.lap("logprobs")
 
-        # ------------ 3. Critic: values of the old one, advantages, then its update ------------
+        # ------------ 3. Critic: old values, advantages, then the critic's update ------------
         units = credit_units(batch, batch.invalid, args.invalid_penalty, args.gae)
         at, chain, rewards = units  # [U] each
         values = over_batch(token_values, critic, batch, args)[at]  # [U]
@@ -318,7 +318,7 @@ def main():
         # ------------ 4. Advantages: standardised over the batch ------------
         spread = advantages.std() if len(advantages) > 1 else 0.0
         advantages = (advantages - advantages.mean()) / (spread + 1e-6)  # [U]
-        credited = batch  # what has an advantage each
+        credited = batch  # the units that have an advantage
         step_values, step_adv = values, advantages  # [S] for the log
         if args.gae == "token":
             credited = by_token(batch)

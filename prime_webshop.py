@@ -83,7 +83,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -151,17 +151,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -179,7 +179,7 @@ def rloo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 
 def by_token(batch):
-    """The same batch with every action token as a step of its own, for advantages [K]."""
+    """The same batch with every action token as a separate step, for advantages [K]."""
     step_traj = batch.step_traj[batch.token_step]  # [K]
     return batch._replace(step_traj=step_traj, token_step=torch.arange(len(step_traj)))
 
@@ -196,9 +196,9 @@ def outcome_logits(rewards, owner, number: int) -> torch.Tensor:
 
 
 def prime_advantages(outcomes, group, rewards, token_traj) -> torch.Tensor:
-    """Leave-one-out of the outcomes [N] plus, from each token on, the sum of token rewards [K] less
-    the mean token reward of the group's others: [K]. token_traj [K] ascends. Alone in a group: the
-    baseline is its own mean, the outcome's part is 0."""
+    """Leave-one-out of the outcomes [N] plus, from each token on, the sum of token rewards [K]
+    minus the mean token reward of the group's others: [K]. token_traj [K] ascends. Alone in a
+    group: the baseline is its own mean, the outcome's part is 0."""
     counts = torch.bincount(token_traj)  # [N]
     means = outcome_logits(rewards, token_traj, len(outcomes)) / counts  # [N]
     others = means - rloo_advantages(means, group)  # [N]
@@ -225,11 +225,11 @@ def istar_code_advantages(outcomes, group, rewards, step_traj) -> torch.Tensor:
 
 def cross_entropy_update(prm: Network, batch, log_ratios, owner, labels, args) -> dict:
     """One optimiser step of the mean cross-entropy of labels (0 or 1) under sigmoid(L), L of owners
-    as outcome_logits has it; its statistics, from before the step.
+    as outcome_logits has it; returns statistics from before it.
 
-    log_ratios [K] are log pi_phi - log pi_ref, without a graph. The loss depends on the PRM through
-    them alone: differentiate it by them, and back-propagate weight * log-probability, micro-batch
-    by micro-batch. So an episode may be spread over sequences (--history)."""
+    log_ratios [K] are log pi_phi - log pi_ref, without a graph. The loss depends on the PRM only
+    through them. Its derivatives by them are the weights of the log-probabilities, which are
+    back-propagated by micro-batch, so an episode may consist of several sequences (--history)."""
     log_ratios = log_ratios.clone().requires_grad_()
     logits = outcome_logits(args.beta * log_ratios, owner, len(labels))
     loss = binary_cross_entropy_with_logits(logits, labels)
@@ -257,7 +257,7 @@ def main():
     policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
-    reference = policy.initial()  # pi_ref, which stays as it is
+    reference = policy.initial()  # pi_ref, frozen
     prm = reference.with_adapter("prm", lora(args.prm_lora_rank))  # it starts as pi_ref: r = 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=args.prm_weight_decay)
 
@@ -280,7 +280,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
@@ -296,7 +296,7 @@ def main():
             owner, labels = token_traj, batch.outcomes  # an episode is a sample
             ref_logprobs = batch_logprobs(reference, batch, args)  # [K]
         else:
-            owner, labels = batch.token_step, batch.outcomes[batch.step_traj]  # a step is one
+            owner, labels = batch.token_step, batch.outcomes[batch.step_traj]  # a step is a sample
             ref_logprobs = old_logprobs
 
         prm_logprobs = batch_logprobs(prm, batch, args)  # [K]
@@ -308,7 +308,7 @@ def main():
         step_rewards = sum_per_step(rewards, batch)  # [S]
         run.lap("prm")
 
-        # ------------ 4. Advantages: outcome and token rewards, against the group's others ------
+        # ------------ 4. Advantages: outcome and token rewards, minus the others' means ---------
         outcome_adv = rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]  # [S]
         if args.variant == "prime":
             credited = by_token(batch)  # each token has an advantage

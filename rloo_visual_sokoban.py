@@ -61,7 +61,7 @@ class Args:
 
 # === block: rollout ===
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode. All run concurrently: while this one awaits the engine, others go on."""
+    """One episode. Episodes run concurrently: while one awaits the engine, others continue."""
     episode = env.reset(task)
     seen = episode.prompt
     turns = [chat.prompt(seen)]
@@ -129,17 +129,17 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
 
 
 def optimizer_step(network: Network, args) -> float:
-    """One step on the gradient, clipped to --max-grad-norm; the norm before it was clipped."""
+    """One step on the gradient, clipped to --max-grad-norm. Returns the norm before clipping."""
     sum_gradients(network)  # over processes (accelerate); FSDP has done so
     grad_norm = clip_grad_norm_(network.trained, args.max_grad_norm).item()
-    if network.may_step(grad_norm):  # not if it is not finite; the third time in a row ends the run
+    if network.may_step(grad_norm):  # False if not finite; the third time in a row ends the run
         network.optimizer.step()
     network.optimizer.zero_grad()
     return grad_norm
 
 
 def lora(rank: int) -> LoraConfig | None:
-    """An adapter of this rank on every linear layer but the head; 0: none."""
+    """An adapter of this rank on every linear layer except the head; 0: none."""
     if rank == 0:
         return None
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
@@ -186,7 +186,7 @@ def main():
         # ------------ 1. Rollout: a group of episodes for each task, played by pi_old ------------
         tasks = random.sample(env.train_tasks, args.tasks_per_iteration)
         tasks = sorted(tasks * args.group_size)
-        episodes = run.rollout(play, env, tasks, sampling)  # side by side, in the order of tasks
+        episodes = run.rollout(play, env, tasks, sampling)  # concurrently, in the order of tasks
         batch = flatten(episodes)  # N episodes, S steps, K action tokens
         engine.sleep()
         run.lap("rollout")
@@ -196,7 +196,7 @@ def main():
         gap = (old_logprobs - batch.engine_logprobs).abs().mean().item()
         run.lap("logprobs")
 
-        # ------------ 3. Advantages: the outcome against those of the group's others ------------
+        # ------------ 3. Advantages: the outcome minus the mean of the group's others ------------
         advantages = rloo_advantages(batch.outcomes, batch.group)[batch.step_traj]  # [S]
         advantages -= args.invalid_penalty * batch.invalid
 

@@ -45,14 +45,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
-# Byte pairs are merged inside these units: what is copied or compared is one token everywhere.
+# Byte pairs are merged only inside these units, so text to copy or compare has the same tokens.
 UNITS = {
     # tags, phrases, pieces of three grid cells, digits
     "sokoban": r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|[#_A-Z*]{1,3}\n?"
     r"| ?[0-9]| ?[A-Z]|\s+|[^\s\w]+|.",
     # tags, phrases, words
     "visual_sokoban": r"(?:</?[a-z]+>)+| ?[A-Za-z]?[a-z]+(?: [a-z]+)*|\s+|[^\s\w]+|.",
-    # tags with the action's name, what separates actions and texts, words, asins, pairs of digits
+    # tags with the action's name, separators of actions and texts, words, asins, pairs of digits
     "webshop": r"(?:</?[a-z]+>)+(?:(?:click|search)\[)?|\](?: click\[|</action>)?| \[SEP\] "
     r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
     # tags, words, numbers
@@ -80,7 +80,7 @@ SEEING_CHATML = CHATML.replace(
     "<|vision_start|><|image_pad|><|vision_end|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
 )
-HELD_OUT = 256  # the last training tasks tell when to stop; in Sokoban others have their rooms too
+HELD_OUT = 256  # the last training tasks, for early stopping; in Sokoban other tasks share rooms
 PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 
 
@@ -136,7 +136,7 @@ class Args:
 
 
 async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> Trajectory:
-    """One episode of any world, also of one that has to be awaited."""
+    """One episode of any world, with or without an async `step`."""
     episode = env.reset(task)
     seen = await episode.opening() if args.environment == "sotopia" else episode.prompt
     turns = [chat.prompt(seen)]
@@ -162,7 +162,7 @@ async def play(env, engine, chat, task: int, sampling: SamplingParams, args) -> 
 
 
 async def awaited(result):
-    """A step's result, of a world that has to be awaited or not."""
+    """A step's result, of a world with or without an async `step`."""
     return await result if inspect.isawaitable(result) else result
 
 
@@ -193,16 +193,16 @@ async def demonstration(env, expert, task: int, noise: float, rng) -> Demonstrat
 
 
 def shown(words: str, episode) -> Seen:
-    """What a world shows: words, and the PNG beside them if there is one."""
+    """What a world shows: text, with a PNG if there is one."""
     seen = Seen(words)
     seen.picture = getattr(episode, "picture", None)
     return seen
 
 
 def new_tokenizer(demonstrations: list, units: str, vocabulary: int, seeing: bool):
-    """A byte-level BPE of the demonstrations' text: whatever is written round-trips, what is common
-    is one token. seeing: it has the tokens that stand for pictures."""
-    from transformers import PreTrainedTokenizerFast  # here, so that --help does not wait for it
+    """A byte-level BPE trained on the demonstrations' text, so any text round-trips, and frequent
+    text is one token. seeing: it has the tokens that represent pictures."""
+    from transformers import PreTrainedTokenizerFast  # imported here, so that --help is fast
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(units), "isolated")
@@ -229,11 +229,11 @@ def new_tokenizer(demonstrations: list, units: str, vocabulary: int, seeing: boo
 
 
 def new_model(tokenizer, args):
-    """A small Qwen3. The wide initialisation and the short rotary base are what let so small a
-    model learn quickly.
+    """A small Qwen3. The wide initialisation and the small rotary base allow such a small model to
+    learn quickly.
 
     --copying-heads ties each head's output projection to its value projection, W_o = W_v^T at the
-    start: with tied embeddings a token that is attended to becomes likelier. In the manner of
+    start: with tied embeddings this increases the probability of tokens that are attended to, as in
     mimetic initialisation (arXiv 2305.09828)."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -264,8 +264,8 @@ def new_model(tokenizer, args):
 
 
 def new_seeing_model(tokenizer, args):
-    """A small Qwen2.5-VL whose patches are cells of 16 x 16 pixels, each of them a token, and what
-    reads pictures for it. The patches' first layer starts small: a patch has 1,536 numbers."""
+    """A small Qwen2.5-VL with its picture processor. Its patches are cells of 16 x 16 pixels, each
+    one token. The patches' first layer has small initial weights, as a patch has 1,536 numbers."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -316,12 +316,12 @@ def new_seeing_model(tokenizer, args):
 
 @torch.no_grad()
 def look_at_neighbours(attention, distance: int):
-    """Have the four heads of a tower's layer start by looking left, right, up and down, `distance`
-    patches away: a tower that has to find that out by itself had learnt nothing in 300 updates.
+    """Initialise the four heads of a tower's layer to attend left, right, up and down, `distance`
+    patches away. A tower without this initialisation had learnt nothing in 300 updates.
 
-    In the manner of ConViT (arXiv 2103.10697). The biases of queries and keys carry it: rotated by
-    their patches' places their product is largest where the key's place is the query's plus the
-    offset, and a weight of 1/10 leaves that to them at first."""
+    This is as in ConViT (arXiv 2103.10697), by the biases of queries and keys: rotated by their
+    patches' positions, their product is largest where the key's position is the query's plus the
+    offset. The weights start at 1/10, so that the biases dominate at first."""
     heads, width = attention.num_heads, attention.head_dim
     frequencies = 1e4 ** (-torch.arange(0, width // 2, 2) / (width // 2))  # of rows, and of columns
     weight = attention.qkv.weight.view(3, heads, width, -1)  # query, key, value
@@ -338,7 +338,7 @@ def look_at_neighbours(attention, distance: int):
 
 
 def lay_out(chat: Chat, demonstration: Demonstration) -> Trajectory:
-    """A demonstration as the tokens that a rollout with these answers would have."""
+    """A demonstration as the tokens of a rollout with these answers."""
     prompt, turns = demonstration
     context = chat.prompt(prompt)
     t = Trajectory(0)
@@ -352,7 +352,7 @@ def lay_out(chat: Chat, demonstration: Demonstration) -> Trajectory:
 
 
 def cloning_loss(policy: Network, micro, args) -> torch.Tensor:
-    """Sum of -log pi over the tokens of the answers, and over a random share of the
+    """Sum of -log pi over the tokens of the answers and over a random share of the
     environment's."""
     if args.observation_share:
         places = torch.arange(micro.ids.shape[1])  # [T]
@@ -363,7 +363,7 @@ def cloning_loss(policy: Network, micro, args) -> torch.Tensor:
 
 
 def update(policy: Network, trajectories: list[Trajectory], args) -> float:
-    """One optimiser step on these demonstrations: the mean loss of an answer's token before it."""
+    """One optimiser step on these demonstrations. Returns the prior mean loss per answer token."""
     batch, loss = flatten(trajectories), 0.0
     policy.optimizer.zero_grad()
     for micro in micro_batches(batch, args):
