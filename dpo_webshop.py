@@ -1,4 +1,4 @@
-"""DPO on WebShop: online trajectory DPO of the policy itself, for multi-turn agents.
+r"""DPO on WebShop: online trajectory DPO of the policy itself, for multi-turn agents.
 
 Rafailov et al., arXiv 2305.18290; a baseline of iStar (arXiv 2509.19199). The loss is that of
 iStar's PRM, with the sum over steps and pi_old as the reference, but it trains the policy itself,
@@ -16,8 +16,8 @@ weight. Left out: the initial model as the reference (as in Guo et al., arXiv 24
 guards, clipping, and the penalty for invalid answers.
 
     python dpo_webshop.py                           # the tiny model: 15 minutes on one CPU core
-    python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

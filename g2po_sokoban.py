@@ -1,4 +1,4 @@
-"""G2PO on Sokoban: group-graph policy optimisation, for multi-turn agents.
+r"""G2PO on Sokoban: group-graph policy optimisation, for multi-turn agents.
 
 Wang et al., arXiv 2606.22995; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
 are merged into one graph of their states. The value of a state is the mean discounted outcome of
@@ -23,8 +23,8 @@ for outcomes of 0 and 1). An invalid answer subtracts 0.1 from A, as in every sc
 r_o and V(s_t+1)). w = 0 is grpo_sokoban.py bit for bit.
 
     python g2po_sokoban.py                          # the tiny model: 6 minutes on one CPU core
-    python g2po_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python g2po_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

@@ -1,4 +1,4 @@
-"""G2PO on VisualSokoban: group-graph policy optimisation, for multi-turn agents.
+r"""G2PO on VisualSokoban: group-graph policy optimisation, for multi-turn agents.
 
 Wang et al., arXiv 2606.22995; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
 are merged into one graph of their states. The value of a state is the mean discounted outcome of
@@ -23,9 +23,9 @@ for outcomes of 0 and 1). An invalid answer subtracts 0.1 from A, as in every sc
 r_o and V(s_t+1)). w = 0 is grpo_sokoban.py bit for bit.
 
     python g2po_visual_sokoban.py                   # the tiny model: 20 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        g2po_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
-        --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        g2po_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \
+        --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \
         --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 

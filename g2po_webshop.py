@@ -1,4 +1,4 @@
-"""G2PO on WebShop: group-graph policy optimisation, for multi-turn agents.
+r"""G2PO on WebShop: group-graph policy optimisation, for multi-turn agents.
 
 Wang et al., arXiv 2606.22995; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
 are merged into one graph of their states. The value of a state is the mean discounted outcome of
@@ -23,8 +23,8 @@ for outcomes of 0 and 1). An invalid answer subtracts 0.1 from A, as in every sc
 r_o and V(s_t+1)). w = 0 is grpo_webshop.py bit for bit.
 
     python g2po_webshop.py                          # the tiny model: 15 minutes on one CPU core
-    python g2po_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python g2po_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

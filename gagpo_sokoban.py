@@ -1,4 +1,4 @@
-"""GAGPO on Sokoban: generalised advantage grouped policy optimisation, for multi-turn agents.
+r"""GAGPO on Sokoban: generalised advantage grouped policy optimisation, for multi-turn agents.
 
 Zhu et al., arXiv 2605.13217; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
 through the same states. The mean discounted outcome of a state's visits replaces the value of PPO's
@@ -19,8 +19,8 @@ truncated episode ends like any other, with its r_o; an invalid answer subtracts
 every script; gamma and lambda are those of a public reproduction.
 
     python gagpo_sokoban.py                         # the tiny model: 6 minutes on one CPU core
-    python gagpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python gagpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

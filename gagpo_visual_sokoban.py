@@ -1,4 +1,4 @@
-"""GAGPO on VisualSokoban: generalised advantage grouped policy optimisation, for multi-turn agents.
+r"""GAGPO on VisualSokoban: generalised advantage grouped policy optimisation, multi-turn agents.
 
 Zhu et al., arXiv 2605.13217; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
 through the same states. The mean discounted outcome of a state's visits replaces the value of PPO's
@@ -19,9 +19,9 @@ truncated episode ends like any other, with its r_o; an invalid answer subtracts
 every script; gamma and lambda are those of a public reproduction.
 
     python gagpo_visual_sokoban.py                  # the tiny model: 20 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        gagpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        gagpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
         --freeze-vision --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 

@@ -1,4 +1,4 @@
-"""GiGPO on Sokoban: group-in-group policy optimisation, for multi-turn agents.
+r"""GiGPO on Sokoban: group-in-group policy optimisation, for multi-turn agents.
 
 Feng et al., arXiv 2505.10978; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
 through the same states. Steps from the same state (the anchor) are compared with each other,
@@ -20,8 +20,8 @@ only reward is the outcome at the end, as in the other algorithms (the paper add
 rewards).
 
     python gigpo_sokoban.py                         # the tiny model: 6 minutes on one CPU core
-    python gigpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python gigpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

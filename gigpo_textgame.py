@@ -1,4 +1,4 @@
-"""GiGPO on text games: group-in-group policy optimisation, for multi-turn agents.
+r"""GiGPO on text games: group-in-group policy optimisation, for multi-turn agents.
 
 Feng et al., arXiv 2505.10978; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
 through the same states. Steps from the same state (the anchor) are compared with each other,
@@ -24,8 +24,8 @@ last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python gigpo_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
-    python gigpo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
-        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\
+    python gigpo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \
+        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \
         --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

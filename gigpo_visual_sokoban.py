@@ -1,4 +1,4 @@
-"""GiGPO on VisualSokoban: group-in-group policy optimisation, for multi-turn agents.
+r"""GiGPO on VisualSokoban: group-in-group policy optimisation, for multi-turn agents.
 
 Feng et al., arXiv 2505.10978; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
 through the same states. Steps from the same state (the anchor) are compared with each other,
@@ -20,9 +20,9 @@ only reward is the outcome at the end, as in the other algorithms (the paper add
 rewards).
 
     python gigpo_visual_sokoban.py                  # the tiny model: 20 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        gigpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        gigpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
         --freeze-vision --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 

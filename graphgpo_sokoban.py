@@ -1,4 +1,4 @@
-"""GraphGPO on Sokoban: graph-based group policy optimisation, for multi-turn agents.
+r"""GraphGPO on Sokoban: graph-based group policy optimisation, for multi-turn agents.
 
 Cheng et al., arXiv 2605.26684; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
 are merged into one graph of their states. The credit of a step depends on the distance of its next
@@ -20,8 +20,8 @@ Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. E
 factor of R (the paper has r_succ) cancels in A^S.
 
     python graphgpo_sokoban.py                      # the tiny model: 6 minutes on one CPU core
-    python graphgpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python graphgpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

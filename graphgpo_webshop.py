@@ -1,4 +1,4 @@
-"""GraphGPO on WebShop: graph-based group policy optimisation, for multi-turn agents.
+r"""GraphGPO on WebShop: graph-based group policy optimisation, for multi-turn agents.
 
 Cheng et al., arXiv 2605.26684; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
 are merged into one graph of their states. The credit of a step depends on the distance of its next
@@ -20,8 +20,8 @@ Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. E
 factor of R (the paper has r_succ) cancels in A^S.
 
     python graphgpo_webshop.py                      # the tiny model: 15 minutes on one CPU core
-    python graphgpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python graphgpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

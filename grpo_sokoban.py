@@ -1,4 +1,4 @@
-"""GRPO on Sokoban: group-relative policy optimisation, for multi-turn agents.
+r"""GRPO on Sokoban: group-relative policy optimisation, for multi-turn agents.
 
 Shao et al., arXiv 2402.03300; a baseline of iStar (arXiv 2509.19199). All steps of an episode get
 the same credit: its outcome r_o, standardised over its group. o_1:t: what the agent has seen; a_t:
@@ -12,8 +12,8 @@ pi_theta: the policy in training.
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
 
     python grpo_sokoban.py                          # the tiny model: 6 minutes on one CPU core
-    python grpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python grpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

@@ -1,4 +1,4 @@
-"""GRPO on SOTOPIA: group-relative policy optimisation, for multi-turn agents.
+r"""GRPO on SOTOPIA: group-relative policy optimisation, for multi-turn agents.
 
 Shao et al., arXiv 2402.03300; a baseline of iStar (arXiv 2509.19199). All steps of an episode get
 the same credit: its outcome r_o, standardised over its group. o_1:t: what the agent has seen; a_t:
@@ -12,9 +12,9 @@ pi_theta: the policy in training.
 Left out, as in istar_sotopia.py: KL to a reference, entropy bonus, dual clip.
 
     python grpo_sotopia.py                          # own scenarios, scored by a rule: 4 minutes
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        grpo_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
-        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        grpo_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \
+        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \
         --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
 """
 

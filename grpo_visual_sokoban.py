@@ -1,4 +1,4 @@
-"""GRPO on VisualSokoban: group-relative policy optimisation, for multi-turn agents.
+r"""GRPO on VisualSokoban: group-relative policy optimisation, for multi-turn agents.
 
 Shao et al., arXiv 2402.03300; a baseline of iStar (arXiv 2509.19199). All steps of an episode get
 the same credit: its outcome r_o, standardised over its group. o_1:t: what the agent has seen; a_t:
@@ -12,9 +12,9 @@ pi_theta: the policy in training.
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
 
     python grpo_visual_sokoban.py                  # the tiny model: 20 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        grpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \\
-        --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        grpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \
+        --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \
         --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 

@@ -1,4 +1,4 @@
-"""GRPO on WebShop: group-relative policy optimisation, for multi-turn agents.
+r"""GRPO on WebShop: group-relative policy optimisation, for multi-turn agents.
 
 Shao et al., arXiv 2402.03300; a baseline of iStar (arXiv 2509.19199). All steps of an episode get
 the same credit: its outcome r_o, standardised over its group. o_1:t: what the agent has seen; a_t:
@@ -12,8 +12,8 @@ pi_theta: the policy in training.
 Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip.
 
     python grpo_webshop.py                          # the tiny model: 15 minutes on one CPU core
-    python grpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python grpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

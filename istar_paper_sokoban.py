@@ -1,4 +1,4 @@
-"""iStar on Sokoban as published: the paper's choices, or its code's where it specifies none.
+r"""iStar on Sokoban as published: the paper's choices, or its code's where it specifies none.
 
 Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
 its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
@@ -18,8 +18,8 @@ computed before this update, as in the authors' code. No KL to a reference, entr
 clip. istar_sokoban.py is the same script with our changes; the diff of the two shows them.
 
     python istar_paper_sokoban.py                     # the tiny model: 10 minutes on one CPU core
-    python istar_paper_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 --gradient-checkpointing \\
+    python istar_paper_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 --gradient-checkpointing \
         --history 2 --learning-rate 1e-6 --prm-learning-rate 2e-6  # one card of 80 GB
 """
 

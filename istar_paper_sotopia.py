@@ -1,4 +1,4 @@
-"""iStar on SOTOPIA as published: the paper's choices, or its code's where it specifies none.
+r"""iStar on SOTOPIA as published: the paper's choices, or its code's where it specifies none.
 
 Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
 its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
@@ -18,9 +18,9 @@ computed before this update, as in the authors' code. No KL to a reference, entr
 clip. istar_sotopia.py is the same script with our changes; the diff of the two shows them.
 
     python istar_paper_sotopia.py                     # own scenarios, scored by a rule: 6 minutes
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        istar_paper_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
-        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        istar_paper_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \
+        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \
         --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
 """
 

@@ -1,4 +1,4 @@
-"""iStar on VisualSokoban as published: the paper's choices, or its code's where it specifies none.
+r"""iStar on VisualSokoban as published: the paper's choices, or its code's where it specifies none.
 
 Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
 its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
@@ -18,10 +18,10 @@ computed before this update, as in the authors' code. No KL to a reference, entr
 clip. istar_visual_sokoban.py is the same script with our changes; the diff of the two shows them.
 
     python istar_paper_visual_sokoban.py            # the tiny model: 40 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        istar_paper_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --freeze-vision \\
-        --max-action-tokens 256 --max-context-tokens 8192 --history 2 --learning-rate 5e-7 \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        istar_paper_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --freeze-vision \
+        --max-action-tokens 256 --max-context-tokens 8192 --history 2 --learning-rate 5e-7 \
         --prm-learning-rate 1e-6  # on eight cards of 80 GB
 """
 

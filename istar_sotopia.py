@@ -14,7 +14,7 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
 
 pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt.
 Other changes to istar_paper_sotopia.py: r_phi minus its regression on log pi_old, skill, replay,
-ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs of equal length.
+ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
 
     python istar_sotopia.py                         # own scenarios, scored by a rule: 6 minutes
 docs/worlds.md has the command for a model of 7B parameters in self-play with a judge.
@@ -309,7 +309,7 @@ def main():
     policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
-    prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # it starts as the policy: r_phi = 0
+    prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # only it trains; r_phi starts at 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs

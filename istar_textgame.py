@@ -1,4 +1,4 @@
-"""iStar on text games: step-level credit from an implicit process reward model (PRM).
+r"""iStar on text games: step-level credit from an implicit process reward model (PRM).
 
 Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
 its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
@@ -14,15 +14,15 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
 
 pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt.
 Other changes to istar_paper_sokoban.py: r_phi minus its regression on log pi_old, skill, replay,
-ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs of equal length.
+ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
 
 The tiny model is Sokoban's and writes no valid answer here, so its run only tests the script. The
 last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python istar_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
-    python istar_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
-        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\
+    python istar_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \
+        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \
         --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 1e-5  # one card of 80 GB
 """
 
@@ -311,7 +311,7 @@ def main():
     policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
-    prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # it starts as the policy: r_phi = 0
+    prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # only it trains; r_phi starts at 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs

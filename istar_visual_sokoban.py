@@ -1,4 +1,4 @@
-"""iStar on VisualSokoban: step-level credit from an implicit process reward model (PRM).
+r"""iStar on VisualSokoban: step-level credit from an implicit process reward model (PRM).
 
 Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
 its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one
@@ -17,10 +17,10 @@ Other changes to istar_paper_visual_sokoban.py: r_phi minus its regression on lo
 replay, ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs of equal length.
 
     python istar_visual_sokoban.py                  # the tiny model: 40 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        istar_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \\
-        --freeze-vision --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        istar_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
+        --freeze-vision --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf \
         --prm-learning-rate 1e-5  # on eight cards of 80 GB
 """
 
@@ -309,7 +309,7 @@ def main():
     policy = Network("policy", model)  # a transformers model; the engine: vLLM, or this model
     policy.optimizer = AdamW(policy.trained, args.learning_rate, weight_decay=0.0)
 
-    prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # it starts as the policy: r_phi = 0
+    prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # only it trains; r_phi starts at 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs

@@ -1,4 +1,4 @@
-"""PPO on WebShop: proximal policy optimisation with a learnt critic, for multi-turn agents.
+r"""PPO on WebShop: proximal policy optimisation with a learnt critic, for multi-turn agents.
 
 Schulman et al., arXiv 1707.06347, with GAE, arXiv 1506.02438; a baseline of iStar (arXiv
 2509.19199). Credit per step comes from a critic that predicts the outcome, not from a group or a
@@ -23,8 +23,8 @@ Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. G
 in the other algorithms, so that batches are the same, but PPO does not use them.
 
     python ppo_webshop.py                           # the tiny model: 25 minutes on one CPU core
-    python ppo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python ppo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf --critic-learning-rate 1e-5  # one card of 80 GB
 """
 

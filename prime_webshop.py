@@ -1,4 +1,4 @@
-"""PRIME on WebShop: token rewards from an implicit process reward model (PRM) of outcomes.
+r"""PRIME on WebShop: token rewards from an implicit process reward model (PRM) of outcomes.
 
 Cui et al., arXiv 2502.01456; a baseline of iStar (arXiv 2509.19199). iStar's PRM learns which of
 two trajectories was better; PRIME's learns whether a trajectory succeeds. r_o: the outcome, 0 or 1;
@@ -23,8 +23,8 @@ Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip; a
 release the filter for prompts of medium accuracy, the coefficients of the two parts, and whitening.
 
     python prime_webshop.py                         # the tiny model: 30 minutes on one CPU core
-    python prime_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python prime_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-6  # one card of 80 GB
 """
 

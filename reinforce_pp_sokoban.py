@@ -1,4 +1,4 @@
-"""REINFORCE++ with baseline on Sokoban, for multi-turn agents.
+r"""REINFORCE++ with baseline on Sokoban, for multi-turn agents.
 
 Hu et al., arXiv 2501.03262; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the
 same credit: its outcome r_o minus the group's mean, with one scale for the whole batch. GRPO's
@@ -16,8 +16,8 @@ The paper's mean and std are over tokens; here each step counts once. A group of
 c = 0, so its A is -mean c / std c.
 
     python reinforce_pp_sokoban.py                  # the tiny model: 6 minutes on one CPU core
-    python reinforce_pp_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python reinforce_pp_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

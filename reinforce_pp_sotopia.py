@@ -1,4 +1,4 @@
-"""REINFORCE++ with baseline on SOTOPIA, for multi-turn agents.
+r"""REINFORCE++ with baseline on SOTOPIA, for multi-turn agents.
 
 Hu et al., arXiv 2501.03262; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the
 same credit: its outcome r_o minus the group's mean, with one scale for the whole batch. GRPO's
@@ -16,9 +16,9 @@ The paper's mean and std are over tokens; here each step counts once. A group of
 c = 0, so its A is -mean c / std c.
 
     python reinforce_pp_sotopia.py                  # own scenarios, scored by a rule: 4 minutes
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        reinforce_pp_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \\
-        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        reinforce_pp_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \
+        --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \
         --model Qwen/Qwen2.5-7B-Instruct  # on eight cards of 80 GB; see docs/worlds.md
 """
 

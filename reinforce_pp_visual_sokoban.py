@@ -1,4 +1,4 @@
-"""REINFORCE++ with baseline on VisualSokoban, for multi-turn agents.
+r"""REINFORCE++ with baseline on VisualSokoban, for multi-turn agents.
 
 Hu et al., arXiv 2501.03262; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the
 same credit: its outcome r_o minus the group's mean, with one scale for the whole batch. GRPO's
@@ -16,9 +16,9 @@ The paper's mean and std are over tokens; here each step counts once. A group of
 c = 0, so its A is -mean c / std c.
 
     python reinforce_pp_visual_sokoban.py               # the tiny model: 20 minutes on one CPU core
-    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \\
-        reinforce_pp_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \\
-        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \\
+    accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
+        reinforce_pp_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
+        --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
         --freeze-vision --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
 """
 

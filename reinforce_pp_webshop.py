@@ -1,4 +1,4 @@
-"""REINFORCE++ with baseline on WebShop, for multi-turn agents.
+r"""REINFORCE++ with baseline on WebShop, for multi-turn agents.
 
 Hu et al., arXiv 2501.03262; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the
 same credit: its outcome r_o minus the group's mean, with one scale for the whole batch. GRPO's
@@ -16,8 +16,8 @@ The paper's mean and std are over tokens; here each step counts once. A group of
 c = 0, so its A is -mean c / std c.
 
     python reinforce_pp_webshop.py                  # the tiny model: 15 minutes on one CPU core
-    python reinforce_pp_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \\
+    python reinforce_pp_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

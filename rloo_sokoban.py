@@ -1,4 +1,4 @@
-"""RLOO on Sokoban: REINFORCE with a leave-one-out baseline, for multi-turn agents.
+r"""RLOO on Sokoban: REINFORCE with a leave-one-out baseline, for multi-turn agents.
 
 Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode
 get the same credit: its outcome r_o minus the mean of the group's others. o_1:t: what the agent has
@@ -12,8 +12,8 @@ episodes; pi_theta: the policy in training.
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
 
     python rloo_sokoban.py                          # the tiny model: 6 minutes on one CPU core
-    python rloo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \\
-        --max-action-tokens 256 --max-context-tokens 8192 \\
+    python rloo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
+        --max-action-tokens 256 --max-context-tokens 8192 \
         --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

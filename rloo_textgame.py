@@ -1,4 +1,4 @@
-"""RLOO on text games: REINFORCE with a leave-one-out baseline, for multi-turn agents.
+r"""RLOO on text games: REINFORCE with a leave-one-out baseline, for multi-turn agents.
 
 Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode
 get the same credit: its outcome r_o minus the mean of the group's others. o_1:t: what the agent has
@@ -16,8 +16,8 @@ last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python rloo_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
-    python rloo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \\
-        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \\
+    python rloo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \
+        --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \
         --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
 """
 

@@ -1,4 +1,4 @@
-"""Behaviour cloning of an expert: trains a policy until it sometimes succeeds, so that
+r"""Behaviour cloning of an expert: trains a policy until it sometimes succeeds, so that
 reinforcement learning can start.
 
     min_theta  -mean log pi_theta(a_t | o_1:t)     over every token of the expert's answers
@@ -12,7 +12,7 @@ demonstrations and a ChatML template. Training stops when success on held-out tr
 tiny models.
 
     python warm_start.py --out models/tiny-sokoban
-    python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm \\
+    python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm \
         --learning-rate 1e-5  # one card of 48 GB
 """
 
