@@ -129,10 +129,14 @@ class Runner:
     def failure(self, job: Job, status: int | str, evaluations: list[float]) -> str:
         """Why a job that has ended has no result, or nothing."""
         if status not in (0, "stopped early"):
-            return last_line(self.log(job))
+            by = f"ended by signal {-status}: " if isinstance(status, int) and status < 0 else ""
+            return by + last_line(self.log(job))
         if not evaluations:
-            rows, name = rows_of(self.metrics(job)), self.sweep["metric"]["name"]
-            return f"no {name} in its metrics{nearest(name, {key for row in rows for key in row})}"
+            name = self.sweep["metric"]["name"]
+            names = {key for row in rows_of(self.metrics(job)) for key in row}
+            if name in names:
+                return f"{name} is never a finite number in its metrics"
+            return f"no {name} in its metrics{nearest(name, names)}"
         if "text" in self.sweep and text_of(self.sweep) != self.sweep["text"]:
             return f"{self.sweep['program']} was changed while the sweep ran; start it again"
         return ""

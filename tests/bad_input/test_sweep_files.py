@@ -335,6 +335,30 @@ def test_a_metric_that_the_runs_do_not_have_names_the_nearest(sweep):  # noqa: F
     assert "no eval/sucess in its metrics; perhaps eval/success" in told[1]
 
 
+@pytest.mark.parametrize(
+    "program, told",
+    {
+        "import os; os.kill(os.getpid(), 9)": "ended by signal 9: it printed nothing",
+        "print('about to'); import os; os.abort()": "ended by signal 6: ",
+        "raise ValueError('no such thing')": "ValueError: no such thing",
+        "import nothing_here": "ModuleNotFoundError: No module named 'nothing_here'",
+        "print('done')": "no eval/success in its metrics",
+        "value = None": "eval/success is never a finite number in its metrics",
+        "value = 'high'": "no eval/success in its metrics",
+        "value = float('nan')": "no eval/success in its metrics",
+    }.items(),
+)
+def test_why_a_run_has_no_result(sweep, program, told):  # noqa: F811
+    file = sweep({"alpha": {"value": 1}})
+    path = file.with_name("program.py")
+    if program.startswith("value"):
+        rate = "scale * alpha * (iteration + 1) + seed / 100"
+        program = path.read_text().replace(rate, program.partition("= ")[2])
+    path.write_text(program)
+    done = execute(file, check=False)
+    assert done.returncode == 1 and told in done.stderr.splitlines()[1]
+
+
 # ------------ the directory of a sweep ------------
 
 
