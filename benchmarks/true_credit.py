@@ -310,8 +310,9 @@ def main():
 
     sys.argv = [start["script"], "--seed", str(given.seed), *words]
     args = parse(script.Args, "")
-    if args.history:
-        sys.exit(f"{given.run}: --history {args.history}; a state is measured as one sequence")
+    if args.history or args.run_args.drop_thoughts:
+        told = "--drop-thoughts" if args.run_args.drop_thoughts else f"--history {args.history}"
+        sys.exit(f"{given.run}: {told}; a state is measured as one sequence")
     if not args.beta:
         sys.exit(f"{given.run}: --beta 0; the rewards of such a run are all 0")
     env = getattr(script, WORLDS[world]).from_args(args)

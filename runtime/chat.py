@@ -4,8 +4,9 @@ import copy
 import re
 import sys
 from functools import partial
+from os.path import commonprefix
 
-from runtime.data import Context, joined
+from runtime.data import Context, joined, pictures_of
 
 from tokenizers import AddedToken
 
@@ -17,24 +18,29 @@ class Chat:
 
     They are those of the whole template's text: words are tokenised together with what the template
     writes around them, up to its control tokens. A template's token in the environment's words does
-    not become control; nothing that was sampled is tokenised again, so past thoughts stay.
-    processor: the model's PictureProcessor, where the world shows pictures. options: the template's
-    own variables, {name: value}. ValueError where the template has no such layout."""
+    not become control; nothing that was sampled is tokenised again, so past thoughts stay, unless
+    drops_thoughts: then later contexts have of an answer what Qwen3's template has of past ones.
+    most: tokens of a context. processor: the model's PictureProcessor, if there are pictures.
+    options: the template's own variables, {name: value}. ValueError: it has no such layout."""
+
+    drops_thoughts, most = False, 10**9  # a run's flags
 
     def __init__(self, tokenizer, stop_ids: list[int], processor=None, options: dict | None = None):
         self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
         self.apply = partial(tokenizer.apply_chat_template, tokenize=False, **options or {})
-        marks = ["<mark one>", "<mark two>", "<mark three>"]
+        more = [f"<mark {n}>\n\n '&\"  {n}" for n in range(5)]
+        marks = more[:3]
         layout, padded = self.layout(marks), self.layout([f" {marks[0]}\n", *marks[1:]])
         self.trims = layout == padded
         if any(layout.count(mark) != 1 for mark in marks):
             raise ValueError("it does not write each message once, as it is")
-        head, header, between, answer = re.split("|".join(marks), layout)
-        more = [*marks, "<mark four>", "<mark five>"]
+        head, header, between, answer = re.split("|".join(map(re.escape, marks)), layout)
         turns = zip([head, header, between, header, between], more)
         if "".join(map("".join, turns)) + answer != self.layout(more):
             raise ValueError("it writes later turns otherwise than the first ones")
-        if not between or not answer:
+        common = commonprefix([header, answer])
+        begins = not header[len(common) :].strip() or self.layout(marks, False) != layout
+        if not between or not answer or not begins:
             raise ValueError("nothing in it tells where an answer begins and ends")
         opened = re.search(r"<\w+>\s*$|$", answer)[0]  # <think> that a past answer does not get
         self.opened = "" if header.rstrip().endswith(opened.rstrip()) else opened
@@ -50,19 +56,24 @@ class Chat:
 
         token = "|".join(re.escape(token.content) for token in control) or "(?!)"
         upto = re.compile(f"(.*(?:{token}))?(.*)", re.S)
+        self.frame = len(header), len(between)  # of a past answer, in the template's text
+        place = len(upto.fullmatch(common)[1] or common)  # from here on a past answer is tokenised
+        self.lead, self.opening = header[place:], answer[place:]
+        self.follows = MARK if upto.fullmatch(common)[1] else common
         head, self.head_words = upto.fullmatch(head).groups("")
         between, self.between_words = upto.fullmatch(between).groups("")
+        self.trail = re.match(f"(.*?)(?:{token})|", between, re.S)[1] or ""
         self.answer_words, answer = re.fullmatch(f"(.*?)((?:{token}).*)?", answer, re.S).groups("")
         self.head, self.between = self.encode(head), self.encode(between, after="x")
         self.answer = self.encode(answer)
         if processor:
             self.before, self.after = self.picture_frame()
 
-    def layout(self, contents: list) -> str:
+    def layout(self, contents: list, answer: bool = True) -> str:
         """What the template writes of user, assistant, user, ... and where an answer begins."""
         roles = ["user", "assistant"] * len(contents)
         turns = [{"role": role, "content": content} for role, content in zip(roles, contents)]
-        return self.apply(turns, add_generation_prompt=True)
+        return self.apply(turns, add_generation_prompt=answer)
 
     def encode(self, text: str, after: str = "", words: bool = False) -> list[int]:
         """The ids of a text that follows another one; in words control tokens are plain text."""
@@ -85,7 +96,11 @@ class Chat:
         it has one (runtime.data.Seen), and what follows until the agent answers."""
         picture = getattr(text, "picture", None)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
-        text = (text.strip() if self.trims else text).replace(MARK, "\ufffd") + self.answer_words
+        text = (text.strip() if self.trims else text).replace(MARK, "\ufffd")
+        start = text[: 8 * self.most]
+        if text != start and len(self.encode(start, words=True)) > self.most:
+            text = start  # no context has room for it: the rest need not be tokenised
+        text += self.answer_words
         if picture is None:
             return self.encode(before + text, after, words=True) + self.answer
         shown = Context(self.processor.tokens(picture), [(0, picture)])
@@ -100,11 +115,25 @@ class Chat:
 
     def observation(self, text: str, action: list[int]) -> list[int]:
         """From the end of an action, whose stop token is not fed twice, to where the agent answers
-        again."""
+        again; or, joined to it, in the place of the action and of what opened it."""
         stopped = action[-1] in self.stop_ids and action[-1] in self.between
         rest = self.between[self.between.index(action[-1]) + 1 if stopped else 0 :]
-        after = MARK if self.between else "x"
-        return joined([rest, self.message(self.between_words, text, after)])
+        message = self.message(self.between_words, text, MARK if self.between else "x")
+        answer = self.response(action) if self.drops_thoughts else ""
+        if not self.drops_thoughts or "</think>" not in self.opening + answer:
+            return joined([rest, message])
+        if "</think>" in (words := self.past(answer)):  # not dropped: as Qwen3's template does it
+            words = self.past(answer.split("</think>")[-1].lstrip("\n"))
+        ids = partial(self.encode, after=self.follows, words=True)
+        rest = ids(self.lead + words + self.trail)
+        rest += self.between[len(self.encode(self.trail, after="x")) :]
+        turn = joined([rest, message])
+        return Context(turn, pictures_of(turn), len(action) + len(ids(self.opening)))
+
+    def past(self, answer: str) -> str:
+        """What the template has of an answer where a user message follows."""
+        turn = self.layout([MARK, answer.replace(MARK, "\ufffd"), MARK]).split(MARK)[1]
+        return turn[self.frame[0] : len(turn) - self.frame[1]]
 
     def response(self, action: list[int]) -> str:
         """The text of an action, without its stop token, with the tag that the prompt opened."""

@@ -19,11 +19,12 @@ Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each pict
 
 
 class Context(list):
-    """Token ids of a sequence, with the pictures that its image tokens stand for."""
+    """Token ids of a sequence, with the pictures that its image tokens stand for. over: so many
+    tokens before it are left out where it is joined to them (--drop-thoughts)."""
 
-    def __init__(self, ids: list[int], pictures: Places):
+    def __init__(self, ids: list[int], pictures: Places, over: int = 0):
         super().__init__(ids)
-        self.pictures = pictures
+        self.pictures, self.over = pictures, over
 
 
 def pictures_of(ids: list[int]) -> Places:
@@ -31,12 +32,14 @@ def pictures_of(ids: list[int]) -> Places:
 
 
 def joined(parts: list[list[int]]) -> list[int]:
-    """One sequence of several: a Context if one of them shows pictures, else a list."""
-    ids, pictures = [], []
+    """One sequence of several: a list, or a Context where that says more."""
+    ids, pictures, over = [], [], 0
     for part in parts:
+        kept = len(ids) - getattr(part, "over", 0)
+        ids, over = ids[: max(kept, 0)], over - min(kept, 0)
         pictures += [(len(ids) + place, png) for place, png in pictures_of(part)]
         ids += part
-    return Context(ids, pictures) if pictures else ids
+    return Context(ids, pictures, over) if pictures or over else ids
 
 
 class Seen(str):
@@ -63,7 +66,7 @@ class Step:
 @dataclass
 class Trajectory:
     """An episode as tokens: the ids that the engine saw and sampled, never tokenised again. Where a
-    context does not go on where the one before it ended (--history), a new sequence starts."""
+    context does not continue the one before (--history, --drop-thoughts), a new sequence starts."""
 
     task: int  # trajectories of one task form a group
     token_ids: list[int] = field(default_factory=list)  # [T] prompt, action, observation, ...

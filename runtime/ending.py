@@ -16,6 +16,7 @@ from runtime.engines import EngineError
 from runtime.flags import shown
 from runtime.saving.checkpoints import finish_saving, how_to_go_on
 from runtime.saving.files import replace_file, rows_of, to_json
+from runtime.view.terminal import first_line
 
 import torch
 
@@ -66,6 +67,9 @@ def stop(run, error: BaseException) -> None:
     if path is None and isinstance(error, KeyboardInterrupt):
         sys.exit("\nstopped before a run began")
     if path is None:
+        for at in traceback.extract_tb(error.__traceback__):
+            if isinstance(error, Exception) and at.name == "from_args":
+                sys.exit(f"from_args raised {first_line(error)} ({at.filename}, line {at.lineno})")
         raise error
     kept = how_to_go_on(path)
     if isinstance(error, SystemExit) and str(error).startswith("stopped: "):

@@ -24,7 +24,8 @@ def usual_dtype() -> str:
 
 @dataclass
 class RunArgs:
-    """Flags of a run. What is learnt depends on none, but for --dtype's precision and prompts."""
+    """Flags of a run. What is learnt depends on none, but for --dtype's precision, and for prompts
+    and contexts."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""
@@ -51,6 +52,7 @@ class RunArgs:
     processes: int = 1  # Number of processes that the launcher started (docs/many-gpus.md).
     chat_template_kwargs: str = ""
     """Variables of --model's chat template, a JSON object: '{"enable_thinking": false}'."""
+    drop_thoughts: bool = False  # Leave thoughts (to </think>) of past answers out, as Qwen3 does.
     trust_remote_code: bool = False  # Run the Python code that comes with --model.
     quiet: bool = False  # Print only warnings and errors.
     track: bool = False  # Log to Weights & Biases too; an agent of a sweep always does.
@@ -150,10 +152,10 @@ TABLE = {
     Range(float, 0.0, 1.0): """learning_rate prm_learning_rate critic_learning_rate gamma gae_lambda
         step_gamma distance_discount target noise observation_share""",
     Range(float, 0.05, 0.95): "engine_gpu_share",
-    Range(float, SMALL, LARGE): "temperature clip value_clip timeout rotary_base",
+    Range(float, SMALL, LARGE): "temperature clip value_clip engine_cap timeout rotary_base",
     Range(float, SMALL, LARGE, or_zero=True): "eval_temperature",
     Range(float, SMALL, math.inf): "lr_halving max_grad_norm",  # inf: without a limit
-    Range(float, 0.0, LARGE): """alpha beta invalid_penalty engine_cap prm_ridge prm_weight_decay
+    Range(float, 0.0, LARGE): """alpha beta invalid_penalty prm_ridge prm_weight_decay
         pair_margin step_weight""",
     Text(): """model runs_dir resume out webshop_data sotopia_data alfworld_data game
         partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
@@ -192,6 +194,8 @@ def parse(args_class: type[T], description: str) -> T:
     """The script's flags from the command line; exits with one line where a flag is unknown or its
     value is not what its type and the table say. --flag=False is read, and --flag=['a', 'b']."""
     flags, argv = kinds_of(args_class), sys.argv[1:]
+    for name in flags.keys() & {f"no_{name}" for name in flags if flags[name].kind is bool}:
+        sys.exit(f"--{name.replace('_', '-')}: a flag, and what turns another one off; rename it")
     if not {"-h", "--help"} & {*argv}:
         argv = check_words(argv, flags)
     return tyro.cli(args_class, args=argv, description=description)
@@ -286,12 +290,10 @@ def flags_of(args) -> dict:
     for name, value in vars(args).items():
         if is_dataclass(value):
             flags |= flags_of(value)
-        elif isinstance(value, tuple):
-            flags[name] = list(value)
-        elif isinstance(value, float) and not math.isfinite(value):
-            flags[name] = str(value)
         else:
-            flags[name] = value
+            value = list(value) if isinstance(value, tuple) else value
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            flags[name] = str(value) if infinite else value
     return flags
 
 

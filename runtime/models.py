@@ -155,6 +155,9 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
             needs = "takes user and assistant in turn, without a system message"
             unusable += f"; edit it so that it {needs}"
         raise ModelError(unusable) from error
+    if run:
+        chat.drops_thoughts = run.args.run_args.drop_thoughts
+        chat.most = run.args.max_context_tokens
 
     added = set(tokenizer.get_added_vocab().values())
     marks = [token for token in chat.between if token in added]

@@ -1,20 +1,24 @@
 """Chat templates of published models: a conversation that Chat builds piece by piece has the ids of
 the whole template, whatever the texts look like."""
 
+import asyncio
 import json
 import random
 import re
 import shutil
 from datetime import datetime, timedelta
 from functools import cache
+from types import SimpleNamespace
 
 from envs.response import action_words
 from runtime.chat import Chat
+from runtime.data import joined
 from runtime.ending import current
+from runtime.engines import SamplingParams
 from runtime.models import ModelError, read_chat
 
 import pytest
-from conftest import TINY, run_main
+from conftest import TINY, load, run_main, settings
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
@@ -297,6 +301,95 @@ def test_the_ids_are_those_of_the_whole_template(kind):
         assert context == ids(whole), turns
 
 
+THOUGHTS = ["<think>I push.</think>{}", "<think>\n\n</think>\n\n{}", "I think</think> \n {}", "{}"]
+THOUGHTS += [
+    "<think>a</think>b</think>\n{}",
+    "<think>{}",
+    "<think>wall</think>\r\n {}",
+    "{}</think>",
+]
+
+
+@pytest.mark.parametrize(
+    "kind, options", [*((kind, {}) for kind in KINDS), ("Qwen3", {"enable_thinking": False})]
+)
+def test_past_thoughts_are_dropped_as_the_whole_template_does(kind, options):
+    """With --drop-thoughts: Qwen3's and R1's templates do it themselves, also with what the prompt
+    opened; the others get the answers without thoughts. Joined as `play` does it."""
+    (ours, secret), written, options = pair(kind), KINDS[kind][3], OPTIONS | options
+    stop, rng = ours.eos_token_id, random.Random(kind)
+    chat, dropped = Chat(ours, [stop], options=options), 0
+    chat.drops_thoughts = True
+    asked = dict(tokenize=False, add_generation_prompt=True, **options)
+    start = secret.apply_chat_template([{"role": "user", "content": "x"}], **asked)
+    answers = [answer for answer in ANSWERS if answer[-1].isalnum() or stop in chat.between]
+
+    def ids(text):
+        return secret.encode(text, add_special_tokens=False)
+
+    for _ in range(60):
+        said = words(rng)
+        contents, turns = [said], [chat.prompt(said)]
+        for _ in range(rng.randrange(4)):
+            answer, seen = rng.choice(THOUGHTS).format(rng.choice(answers)), words(rng)
+            if not (answer[-1].isalnum() or stop in chat.between):
+                continue
+            action = ids(start + written.format(answer))[len(ids(start)) :]
+            action += [stop] * (rng.random() < 0.7 and stop in chat.between)
+            if action[-1] != stop:
+                action = ids(start + written.format(answer).rstrip())[len(ids(start)) :]
+            turns.append(joined([action, chat.observation(seen, action)]))
+            thinks = "</think>" in answer
+            content = chat.response(action) if thinks else chat.opened + answer
+            if kind not in ("Qwen3", "R1"):
+                content = content.split("</think>")[-1].lstrip("\n")
+            contents += [content, seen]
+            dropped += thinks
+        roles = ["user", "assistant"] * len(contents)
+        conversation = [{"role": role, "content": text} for role, text in zip(roles, contents)]
+        whole = ids(secret.apply_chat_template(conversation, **asked))
+        assert joined(turns) == whole, contents
+        for history in (1, 2):  # past turns that a step sees
+            window = conversation[:1] + conversation[max(1, len(conversation) - 2 * history) :]
+            whole = ids(secret.apply_chat_template(window, **asked))
+            assert joined([turns[0], *turns[1:][-history:]]) == whole
+    assert dropped > 30
+
+
+@pytest.mark.parametrize("history", (0, 1))
+def test_a_step_is_trained_on_the_context_that_it_was_sampled_from(history):
+    """With --drop-thoughts a new sequence begins after a thought; without one it goes on."""
+    ours, _ = pair("Qwen3")
+    chat, contexts, actions = Chat(ours, [ours.eos_token_id]), [], []
+    chat.drops_thoughts = True
+    said = ["<think>\nleft?\n</think>\n\nleft", "up", "right", "<think>\na\n</think>\n\nup", "up"]
+
+    class Engine:
+        async def sample(self, context, sampling):
+            contexts.append([*context])
+            answer = ours.encode(said[len(actions)], add_special_tokens=False)
+            actions.append([*answer, ours.eos_token_id])
+            return actions[-1], [-1.0] * len(actions[-1])
+
+    def step(text):
+        info = {"valid": True, "success": False, "score": 0.0}
+        return f"wall {len(actions)}", 0.0, len(actions) == len(said), info
+
+    env = SimpleNamespace(reset=lambda task: SimpleNamespace(prompt="Go.", step=step))
+    args = settings(max_steps=9, history=history, max_action_tokens=99, max_context_tokens=9999)
+    play = load("rloo_sokoban").play
+    t = asyncio.run(play(env, Engine(), chat, 7, SamplingParams(), args))
+    assert [step.action for step in t.steps] == said
+    assert "left?" not in ours.decode(contexts[1]) and "left" in ours.decode(contexts[1])
+    for start, end in zip(t.starts, [*t.starts[1:], len(t.token_ids)]):
+        ids, owners = t.token_ids[start:end], t.step_ids[start:end]
+        for number in {*owners} - {-1}:
+            place = owners.index(number)
+            assert ids[:place] == contexts[number]
+            assert ids[place : place + len(actions[number])] == actions[number]
+    assert len(t.starts) == (5 if history else 3)
+
+
 def test_a_sampled_stop_token_stands_once_wherever_the_template_has_it():
     """Llama-2's template writes a blank before it, which no model has to sample."""
     ours, _ = pair("Llama-2")
@@ -408,6 +501,53 @@ def test_a_template_that_writes_later_turns_otherwise_is_refused(before, after):
     ours = dressed(byte_level(IM), CHATML.replace(before, after), (None, "<|im_end|>"))
     with pytest.raises(ModelError, match="it writes later turns otherwise than the first ones"):
         read_chat(ours, [ours.eos_token_id], "m")
+
+
+@pytest.mark.parametrize(
+    "before, after, told",
+    (
+        ("message.content", "(message.content | tojson)", "write each message once, as it is"),
+        ("message.content", "(message.content | e)", "write each message once, as it is"),
+        ("message.content", "message.content.replace('\\n', ' ')", "write each message once, as"),
+        ("message.content", "message.content.split() | join(' ')", "write each message once, as"),
+        ("{% if add", "{% if none", "nothing in it tells where an answer begins"),
+        ("message.role + ", "message.role ~ loop.index + ", "it writes later turns otherwise"),
+        ("{% for", "{{ range(10**5) | random }}{% for", "it writes later turns otherwise"),
+        ("message.content", "message.contents", "has no attribute 'contents'"),
+        ("{% for", "{% include '/etc/passwd' %}{% for", "its chat template cannot be used"),
+        ("{% for", "{{ cycler.__init__.__globals__ }}{% for", "SecurityError"),
+    ),
+)
+def test_a_template_whose_ids_would_be_others_is_refused(before, after, told):
+    ours = dressed(byte_level(IM), CHATML.replace(before, after), (None, "<|im_end|>"))
+    with pytest.raises(ModelError, match=re.escape(told)):
+        read_chat(ours, [ours.eos_token_id], "m")
+
+
+def test_a_text_for_which_no_context_has_room_is_not_tokenised_whole():
+    """What has room is, whatever its length."""
+    ours, _ = pair("Qwen2.5")
+    chat, whole = Chat(ours, [ours.eos_token_id]), Chat(ours, [ours.eos_token_id])
+    chat.most = 64
+    assert 64 < len(chat.prompt("é" * 5_000_000)) < 2000
+    for text in (" wall" * 40, " wall" * 99, "You see a wall" * 60):
+        ids = whole.prompt(text)
+        assert chat.prompt(text) == ids or len(chat.prompt(text)) > 64 < len(ids)
+
+
+def test_a_run_trains_on_what_it_sampled_without_past_thoughts(tmp_path):
+    """The tiny model thinks in every answer, so each step is a sequence of its own."""
+    flags = (
+        "--engine hf --tasks-per-iteration 2 --group-size 2 --max-steps 4 --iterations 1".split()
+    )
+    flags += "--eval-tasks 1 --eval-samples 1 --temperature 0.5 --run-name".split()
+    run_main("rloo_sokoban", *flags, "all", cwd=tmp_path)
+    run_main("rloo_sokoban", *flags, "none", "--drop-thoughts", cwd=tmp_path)
+    both = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("all", "none")]
+    kept, dropped = (json.loads(path.read_text().splitlines()[-1]) for path in both)
+    assert kept["policy/engine_gap"] < 1e-5 and dropped["policy/engine_gap"] < 1e-5
+    ratios = [row["tokens/trained"] / row["tokens/rollout"] for row in (kept, dropped)]
+    assert ratios[1] > 1.3 * ratios[0]  # the contexts are read again
 
 
 def test_an_end_that_the_template_never_writes_is_told(capsys):

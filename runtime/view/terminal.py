@@ -23,7 +23,7 @@ def begin(quiet: bool) -> None:
     if quiet:
         sys.stderr.isatty = lambda: False
     logging.getLogger("envs").addHandler(HANDLER)
-    sys.excepthook = show_error
+    sys.excepthook = lambda *e: sys.stderr.write(plain("".join(traceback.format_exception(*e))))
 
 
 def say(text: str, always: bool = False) -> None:
@@ -48,10 +48,6 @@ def plain(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's name, and the first line of what it says."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
-def show_error(*error) -> None:
-    """An error that nobody foresaw, for sys.excepthook."""
-    print(plain("".join(traceback.format_exception(*error))), end="", file=sys.stderr)
+    """An error's name, and the first line of what it says, short and plain."""
+    said = plain(str(error).strip().partition("\n")[0][:300])
+    return f"{type(error).__name__}: {said}".removesuffix(": ")

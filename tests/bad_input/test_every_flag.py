@@ -21,7 +21,7 @@ HUGE = str(2**64)
 # written by hand, apart from the table: who reads it wrong is caught here
 MAY_BE_0 = set(
     "history policy_lora_rank seed num_products min_updates learning_rate prm_learning_rate "
-    "critic_learning_rate eval_temperature invalid_penalty engine_cap alpha beta "
+    "critic_learning_rate eval_temperature invalid_penalty alpha beta "
     "prm_lora_rank critic_lora_rank prm_steps prm_ridge prm_weight_decay "
     "pair_margin step_weight gamma gae_lambda step_gamma distance_discount target noise "
     "observation_share saved_pictures save_every".split()
@@ -211,6 +211,20 @@ def test_what_is_taken_arrives(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *(f"--{n}={v}" for n, v in chosen.items())])
     flags = flags_of(parse(load(script).Args, ""))
     assert {name: float(flags[name]) for name in chosen} == {n: float(v) for n, v in chosen.items()}
+
+
+@dataclass
+class Walls:
+    walls: bool = True
+    no_walls: bool = False
+
+
+def test_a_flag_that_turns_another_one_off_is_refused(monkeypatch):
+    """--no-walls is what switches --walls off."""
+    monkeypatch.setattr(sys, "argv", ["script"])
+    with pytest.raises(SystemExit) as stop:
+        parse(Walls, "")
+    assert stop.value.code == "--no-walls: a flag, and what turns another one off; rename it"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
