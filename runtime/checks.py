@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,10 +21,7 @@ def check(args, env) -> tuple[str, Any]:
     the flag where arguments cannot work. Nothing is loaded but the model's configuration."""
     check_world(env)
     run_args = args.run_args
-    tasks = evaluation_tasks(env, run_args.eval_set)
-    if run_args.eval_tasks > len(tasks):
-        reason = f"the {run_args.eval_set} of {env.name} has {len(tasks)}"
-        refuse("eval_tasks", run_args.eval_tasks, reason)
+    panel_of(args, env)
     if args.tasks_per_iteration > len(env.train_tasks):
         reason = f"{env.name} has {len(env.train_tasks)} training tasks"
         refuse("tasks_per_iteration", args.tasks_per_iteration, reason)
@@ -52,14 +50,16 @@ def check(args, env) -> tuple[str, Any]:
     return check_model(args, env)
 
 
-def evaluation_tasks(env, eval_set: str):
-    """The tasks of the world that evaluates, where --eval-set is this; exits where it has none."""
-    world = getattr(env, "eval_env", env)
-    if eval_set == "panel":
-        return world.eval_tasks
-    if getattr(world, "validation_tasks", None) is None:
-        refuse("eval_set", eval_set, f"{env.name} has no validation_tasks (envs/README.md)")
-    return world.validation_tasks
+def panel_of(args, env) -> list[int]:
+    """The tasks that evaluate; exits with one line where the world has none, or too few."""
+    world, given = getattr(env, "eval_env", None) or env, args.run_args
+    name = "eval_tasks" if given.eval_set == "panel" else "validation_tasks"
+    if (tasks := getattr(world, name, None)) is None:
+        refuse("eval_set", given.eval_set, f"{env.name} has no {name} (envs/README.md)")
+    if given.eval_tasks > len(tasks):
+        reason = f"the {given.eval_set} of {env.name} has {len(tasks)}"
+        refuse("eval_tasks", given.eval_tasks, reason)
+    return [*islice(tasks, given.eval_tasks)]  # not all sequences have slices
 
 
 def fault_of(url: str) -> str:

@@ -1,6 +1,7 @@
 """Episodes that are played side by side: one coroutine each, in one event loop."""
 
 import asyncio
+import random
 import sys
 from collections import Counter
 from contextlib import aclosing
@@ -9,7 +10,7 @@ from runtime.data import Trajectory
 from runtime.distributed import processes
 from runtime.engines import served
 from runtime.view.terminal import warn
-from runtime.worlds import Door, WorldFault, asked, summary_of, task_of
+from runtime.worlds import STATE, Door, WorldFault, asked, is_state, require, summary_of, task_of
 
 import torch
 from tqdm import tqdm
@@ -34,14 +35,18 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     where a task's has raised three times (run.failed), or where none is left."""
     tasks = [task_of(env, task) for task in tasks]
     units = [asked(env, "together", task, task) for task in tasks]  # which are not divided
+    for task, unit in zip(tasks, units):
+        require(is_state(unit), env, f"together({task})", unit, STATE)
     every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine = [task for task, unit in zip(tasks, units) if unit in ours]
     faults: list[tuple[int, str]] = []  # (task, what its world raised)
+    drawn = random.getstate()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:
             torch.manual_seed(torch.initial_seed() + 7919 * (1 + rank))
         played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
+    random.setstate(drawn)
     faults = processes.gather(faults)
     run.faults += len(faults)
     if len(faults) > FAILED_SHARE * len(tasks):

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from runtime import models
-from runtime.checks import check, evaluation_tasks
+from runtime.checks import check, panel_of
 from runtime.distributed import fsdp, processes
 from runtime.ending import current, ends_cleanly
 from runtime.engines import EngineError
@@ -32,7 +32,8 @@ __all__ = ["Run", "ends_cleanly", "mean_of"]
 class Run:
     """What a script keeps of a run while it trains. eval_env, eval_tasks: the world that evaluates
     and the panel, each task --eval-samples times. is_new: nothing has been evaluated yet. path: the
-    run's directory. faults: episodes whose world raised, since the last log_episodes."""
+    run's directory. faults: episodes whose world raised, since the last log_episodes. reading: how
+    frozen weights are read, for transformers' from_pretrained."""
 
     def __init__(self, args, env):
         self.args, self.env = args, env
@@ -43,10 +44,9 @@ class Run:
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(self.device).total_memory
         tell_if_too_much(config, args, cards, card)
-        self.script = Path(sys.argv[0]).stem
-        self.eval_env = getattr(env, "eval_env", env)
-        panel = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
-        self.eval_tasks = [task for task in panel for _ in range(args.run_args.eval_samples)]
+        self.script, samples = Path(sys.argv[0]).stem, args.run_args.eval_samples
+        self.eval_env = getattr(env, "eval_env", None) or env
+        self.eval_tasks = [t for t in panel_of(args, env) for _ in range(samples)]
         self.rows, self.row, self.networks, self.lists = [], {}, [], {}
         self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included
@@ -59,13 +59,10 @@ class Run:
         if processes.rank() == 0:
             open_run(self, hashes)
         args.run_args.resume, self.path = processes.broadcast((args.run_args.resume, self.path))
+        trust, dtype = args.run_args.trust_remote_code, getattr(torch, args.run_args.dtype)
+        self.reading = {"use_safetensors": True, "trust_remote_code": trust, "dtype": dtype}
         torch.manual_seed(args.seed)
-
-    @property
-    def reading(self) -> dict:
-        """How frozen weights are read: for transformers' from_pretrained."""
-        trust, dtype = self.args.run_args.trust_remote_code, self.args.run_args.dtype
-        return dict(use_safetensors=True, trust_remote_code=trust, dtype=getattr(torch, dtype))
+        torch.set_default_dtype(torch.float32)  # whatever the world's module has set
 
     def load_policy(self, lora=None):
         """(model, engine, chat): the policy of --model, with a LoRA adapter if lora is a peft
@@ -151,7 +148,7 @@ class Run:
         self.begun = time.perf_counter(), self.iteration
         for iteration in range(self.iteration + 1, last + 1):
             self.seed(iteration)
-            self.weights = stuck.sample_of(self.networks[0])
+            self.weights = [*map(stuck.sample_of, self.networks)]
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
             yield iteration
@@ -199,7 +196,8 @@ class Run:
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)
             self.row |= {"time/total": total, "time/elapsed": before + total}
             self.row["engine/restarts"] = self.engine.restarts
-            self.row["policy/moved"] = stuck.moved(self.networks[0], self.weights)
+            for network, weights in zip(self.networks, self.weights):
+                self.row[f"{network.name}/moved"] = stuck.moved(network, weights)
             kinds = {name.partition("/")[0] for name in self.row}
             logged = [name for name in LOGGED.split() if name.partition("/")[0] in kinds]
             self.row = dict.fromkeys(logged) | self.row  # null where nothing could be learnt

@@ -4,6 +4,7 @@ raises costs its own episode (WorldFault).
 """
 
 import asyncio
+import copy
 import inspect
 import math
 import os
@@ -20,9 +21,18 @@ from runtime.data import Seen
 from runtime.flags import LARGE
 from runtime.view.terminal import first_line, plain
 
+import torch
+
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
 NEEDED = ("valid", "success", "score")
 SETS = ("train_tasks", "eval_tasks", "validation_tasks")  # of a world
+OURS = {  # what is the process's own, and not a world's: what sets it
+    os.getcwd: os.chdir,
+    torch.initial_seed: torch.manual_seed,
+    torch.get_default_dtype: torch.set_default_dtype,
+    torch.is_grad_enabled: torch.set_grad_enabled,
+}
+STATE = "something hashable, equal where states are"
 SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
 
@@ -62,20 +72,25 @@ class Door:
 
     @contextmanager
     def guarded(self):
-        """Around what the world does. Raises WorldFault where it raises."""
+        """Around what the world does. Raises WorldFault where it raises; exits if it set OURS."""
+        before = {read: read() for read in OURS}
         try:
             yield
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
             with suppress(RuntimeError):  # no loop runs before a run begins
-                if (
-                    isinstance(error, asyncio.CancelledError)
-                    and asyncio.current_task().cancelling()
-                ):
+                stopped = isinstance(error, asyncio.CancelledError)
+                if stopped and asyncio.current_task().cancelling():
                     raise error  # not the world's: the rollout is stopped
-            told = f"the world raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            fault = WorldFault(f"task {self.task}: {told}")
+            fault = WorldFault(f"task {self.task}: the world raised {first_line(error)}")
             fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
             raise fault from error
+        finally:
+            for read, was in before.items():
+                if (found := read()) != was:
+                    OURS[read](was)
+                    self.require(False, f"{read.__name__}()", found, f"{was}, as before")
 
     def require(self, is_right: bool, field: str, found, expected: str) -> None:
         """End the run where a field of what the world returned is not what it has to be."""
@@ -119,17 +134,12 @@ class Episode:
         told = door.number("reward", reward), door.truth("success", success)
         return *told, door.number("score", score)
 
-    def step(self, text: str):
+    def step(self, text: str) -> "Told":
         """(observation, reward, done, info) of an answer, which may be awaited too; of a world that
-        waits, something to await that returns it."""
+        waits it has to be."""
         with self.door.guarded():
             result = self.own.step(text)
-        return Later(self, result) if inspect.isawaitable(result) else Told(self.checked(result))
-
-    async def checked_later(self, result) -> tuple[Seen, float, bool, dict]:
-        with self.door.guarded():
-            result = await result
-        return self.checked(result)
+        return Told(self, result)
 
     def checked(self, result) -> tuple[Seen, float, bool, dict]:
         """A step's result, of Python's own types; info with the keys that a Step has."""
@@ -148,12 +158,7 @@ class Episode:
 
     def state(self, field: str, found):
         """An anchor, which a script that compares steps by their states cannot do without."""
-        try:
-            hash(found)
-            is_right = bool(found == found)
-        except Exception:  # of a world's own class, or an array
-            is_right = False
-        self.door.require(is_right, field, found, "something hashable, equal where states are")
+        self.door.require(is_state(found), field, found, STATE)
         if found is None:
             script = Path(sys.argv[0])
             needed = f"the state: {script.stem} compares the steps that were taken in equal ones"
@@ -171,36 +176,43 @@ class Episode:
         return seen
 
 
-class Told(tuple):
-    """A step's result, for scripts that await it and for those that do not."""
-
-    def __await__(self):
-        return self
-        yield
-
-
-class Later:
-    """The result of a step that waits. A script that does not await it ends with one line."""
+class Told:
+    """A step's result, for scripts that await it and for those that do not, which end with one line
+    where the world waits."""
 
     def __init__(self, episode: Episode, result):
-        self.episode, self.result = episode, result
+        self.episode, self.waits = episode, inspect.isawaitable(result)
+        self.result = result if self.waits else episode.checked(result)
 
     def __await__(self):
-        return self.episode.checked_later(self.result).__await__()
+        if not self.waits:
+            return self.result
+        with self.episode.door.guarded():
+            result = yield from self.result.__await__()
+        return self.episode.checked(result)
 
     def __iter__(self):
-        if hasattr(self.result, "close"):
+        if self.waits and hasattr(self.result, "close"):
             self.result.close()  # else Python warns of it as well
         wanted = "a tuple; `await episode.step(text)` in play takes a step that waits"
-        self.episode.door.require(False, "step", self.result, wanted)
+        self.episode.door.require(not self.waits, "step", self.result, wanted)
+        return iter(self.result)
+
+
+def is_state(found) -> bool:
+    """Whether something can be compared with others of its kind: a copy is equal, and hashed so."""
+    try:
+        other = copy.deepcopy(found)
+        return hash(found) == hash(other) and bool(found == other)
+    except Exception:  # of a world's own class, or an array
+        return False
 
 
 def require(is_right: bool, env, what: str, found, expected: str) -> None:
     """End the run with one line where something is not what it has to be."""
     if not is_right:
-        name = getattr(env, "name", type(env).__name__)
-        told = f"{name}: {what} is {type(found).__name__} {SHORT.repr(found)}"
-        told = " ".join(told.split())[:300]  # an array's has many lines
+        what = f"{getattr(env, 'name', type(env).__name__)}: {what} is {type(found).__name__}"
+        told = " ".join(f"{what} {SHORT.repr(found)}".split())[:300]  # an array's has many lines
         sys.exit(plain(f"{told}, expected {expected}"))
 
 
@@ -222,17 +234,17 @@ def task_of(env, task) -> int:
 
 def check_world(env) -> None:
     """Exit with one line where a world has no name or no tasks, or a task twice."""
-    name, panel = getattr(env, "name", None), getattr(env, "eval_env", env)
+    name, panel = asked(env, "name", None), asked(env, "eval_env", None) or env
     require(isinstance(name, str) and name.isprintable(), env, "name", name, "a str of one line")
-    if (data := getattr(env, "data", None)) is not None:
+    if (data := asked(env, "data", None)) is not None:
         is_there = isinstance(data, str | Path) and os.path.isdir(data)
         require(is_there, env, "data", data, "a directory")
     for world in {id(each): each for each in (env, panel)}.values():
-        measures = getattr(world, "measures", [])
+        measures = asked(world, "measures", [])
         require(isinstance(measures, list | tuple), world, "measures", measures, "a list of names")
         needed, sets = {SETS[0]: world is env, SETS[1]: world is panel}, {}
         for kind in SETS:
-            if (tasks := getattr(world, kind, None)) is None and not needed.get(kind):
+            if (tasks := asked(world, kind, None)) is None and not needed.get(kind):
                 continue
             is_sequence = isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes)
             require(is_sequence, world, kind, tasks, "a sequence of task numbers: a range, a list")
@@ -261,13 +273,16 @@ def opened(env, task) -> Episode:
         sys.exit(plain(f"{env.name}: {fault}"))
 
 
-def asked(env, method: str, default, *given):
-    """What a method of the world returns, or the default; exits with one line where it raises."""
+def asked(env, name: str, default, *given):
+    """An attribute of the world, or what this method of it returns, or the default; exits with one
+    line where it raises."""
+    called = f"({', '.join(map(str, given))})" if name in ("together", "summary") else ""
     try:
-        return getattr(env, method)(*given) if hasattr(env, method) else default
+        found = getattr(env, name, default)
+        return found(*given) if called and hasattr(env, name) else found
     except Exception as error:
-        said = f"{method}({', '.join(map(str, given))}) raised {first_line(error)}"
-        sys.exit(plain(f"{getattr(env, 'name', type(env).__name__)}: {said}"))
+        of = type(env).__name__ if name == "name" else getattr(env, "name", type(env).__name__)
+        sys.exit(plain(f"{of}: {name}{called} raised {first_line(error)}"))
 
 
 def summary_of(env) -> dict[str, float]:

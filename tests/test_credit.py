@@ -5,7 +5,7 @@ import json
 import random
 from types import SimpleNamespace
 
-from runtime.checks import evaluation_tasks
+from runtime.checks import panel_of
 from runtime.data import Trajectory, sum_per_step
 
 import pytest
@@ -308,7 +308,9 @@ def test_rates_can_be_chosen_apart_from_the_panel(tmp_path):
 
 def test_a_world_without_validation_tasks_is_refused():
     world = SimpleNamespace(eval_tasks=range(9), name="corridor")
-    assert evaluation_tasks(world, "panel") == range(9)
+    run_args = SimpleNamespace(eval_set="panel", eval_tasks=9)
+    assert panel_of(SimpleNamespace(run_args=run_args), world) == [*range(9)]
+    run_args.eval_set = "validation"
     with pytest.raises(SystemExit) as stop:
-        evaluation_tasks(world, "validation")
+        panel_of(SimpleNamespace(run_args=run_args), world)
     assert stop.value.code.startswith("--eval-set validation: corridor has no validation_tasks")

@@ -13,7 +13,7 @@ from datetime import datetime
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from runtime.checks import evaluation_tasks
+from runtime.checks import panel_of
 from runtime.distributed import processes
 from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in
@@ -193,10 +193,9 @@ def sources_of(env) -> dict[str, str]:
 
 def hash_of_panel(args, env) -> str:
     """SHA-256 of the prompts and pictures of the tasks that evaluate."""
-    tasks = evaluation_tasks(env, args.run_args.eval_set)[: args.run_args.eval_tasks]
-    eval_env = getattr(env, "eval_env", env)
-    panel = []
-    for task in tqdm(tasks, "panel", leave=False, disable=None, delay=3):  # [s] most are at once
+    later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
+    eval_env, panel = getattr(env, "eval_env", None) or env, []
+    for task in tqdm(panel_of(args, env), "panel", **later):
         seen = opened(eval_env, task).prompt
         panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
     return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()

@@ -36,12 +36,10 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
     ),
     "prm/pairs": NO_PAIR,
     "policy/pairs": NO_PAIR,
-    "policy/moved": (
-        lambda share, row: share < FEW,
-        "the policy's weights did not change: --learning-rate, with its --lr-halving, is 0 or "
-        "below their precision",
-    ),
 }
+for name, prefix in {"policy": "", "prm": "prm-", "critic": "critic-"}.items():
+    said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
+    REASONS[f"{name}/moved"] = lambda share, row: share < FEW, said
 
 
 def cut_answers(trajectories: list, most: int, stop_ids) -> list[bool]:

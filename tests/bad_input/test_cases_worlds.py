@@ -4,11 +4,14 @@ names the flag, the file, the field or the task, or the right numbers where the 
 import asyncio
 import json
 import os
+import random
 import re
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+from runtime.checks import panel_of
 from runtime.data import Step, Trajectory
 from runtime.engines import SamplingParams
 from runtime.flags import RunArgs
@@ -17,9 +20,10 @@ from runtime.saving.files import rows_of
 from runtime.view.report import describe, episode_lines
 from runtime.view.stuck import cut_answers, tell_if_stuck
 from runtime.view.viewer import read_run
-from runtime.worlds import Door, Later, check_world
+from runtime.worlds import OURS, Door, check_world
 
 import pytest
+import torch
 from conftest import load, settings
 from test_worlds import Chat, Engine
 from tiny_world import module_of, program, run_in, run_there, write
@@ -140,6 +144,16 @@ SETS = {  # what the world has: (what is named, what was found or is expected)
     "measures = None": ("measures is NoneType None", "a list of names"),
     "def together(self, task): raise KeyError(task)": ("together(0) raised KeyError: 0",),
     "del name": ("World: name is NoneType", "a str"),
+    "def together(self, task): return [task]": ("together(0) is list [0]", "something hashable"),
+    "def together(self, task): return math.nan": ("together(0) is float nan", "something hash"),
+    "together = 'x'": ("tiny world: together(0) raised TypeError: 'str' object",),
+    "train_tasks = property(lambda self: 1 / 0)": ("tiny world: train_tasks raised ZeroDivision",),
+    "eval_tasks = property(lambda self: open('/x'))": ("eval_tasks raised FileNotFoundError: ",),
+    "data = property(lambda self: 1 / 0)": ("tiny world: data raised ZeroDivisionError",),
+    "name = property(lambda self: 1 / 0)": ("World: name raised ZeroDivisionError",),
+    "def __getattr__(self, name): raise KeyError(name)": ("eval_env raised KeyError: 'eval_env'",),
+    "def __getattr__(self, name): return None": ("measures is NoneType None",),
+    "eval_env = 'x'": ("str: eval_tasks is NoneType", SEQUENCE),
     "train_tasks = []": ("--tasks-per-iteration 2", "has 0 training tasks"),
     "eval_tasks = range(1)": ("--eval-tasks 2", "has 1"),
 }
@@ -166,10 +180,41 @@ def test_a_world_without_validation_tasks(line, tmp_path):
         "train_tasks = [np.int64(60), torch.tensor(61), 62.0]",
         "train_tasks, eval_tasks = tuple(range(60, 90)), [0, 5, 3]",
         "eval_env = SimpleNamespace(name='another world', eval_tasks=range(150))\ndel eval_tasks",
+        "eval_env = None",
+        "from collections import deque\neval_tasks = deque(range(50))",
+        "from collections import UserList\ntrain_tasks = UserList(range(60, 90))",
     ],
 )
 def test_sets_of_tasks_that_share_none_are_taken(line, tmp_path):
-    check_world(world_with(tmp_path, world=line))
+    world = world_with(tmp_path, world=line)
+    check_world(world)
+    run_args = SimpleNamespace(eval_set="panel", eval_tasks=2)
+    panel = [*(getattr(world, "eval_env", None) or world).eval_tasks][:2]
+    assert panel_of(SimpleNamespace(run_args=run_args), world) == panel
+
+
+FROM_ARGS = """@classmethod
+def from_args(cls, args):
+    {}
+World.from_args = from_args"""
+
+
+def test_a_world_that_cannot_be_made_is_one_line(tmp_path):
+    said = said_in_one_line(run_in(tmp_path, more=FROM_ARGS.format("return args.nothing")))
+    assert said.startswith("from_args raised AttributeError: 'Args' object has no attribute 'noth")
+    assert re.search(r"tiny\.py, line \d+\)$", said)
+    said = said_in_one_line(run_in(tmp_path, more=FROM_ARGS.format("return None")))
+    assert "name is NoneType None, expected a str" in said
+
+
+def test_what_a_world_sets_as_it_is_made_is_not_the_runs(tmp_path):
+    """A library may prefer float64."""
+    line = "torch.set_default_dtype(torch.float64); return cls()"
+    step = "reward = 0.5 * (self.first % 2)"
+    done = run_in(tmp_path, "--group-size", "4", more=FROM_ARGS.format(line), step=step)
+    assert done.returncode == 0 and torch.get_default_dtype() == torch.float32
+    *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert row["policy/moved"] > 0.9
 
 
 # ------------ the first prompt, before a run begins ------------
@@ -194,6 +239,18 @@ BEGIN = {  # (the lines of the world): what is named
     ("begin", "self.anchor = [1, 2]"): "task 0: anchor is list [1, 2], expected something hashable",
     ("begin", "self.anchor = float('nan')"): "anchor is float nan, expected something hashable",
     ("begin", "self.anchor = torch.zeros(2)"): "task 0: anchor is Tensor",
+    ("begin", "self.anchor = torch.tensor(3)"): "task 0: anchor is Tensor tensor(3), expected some",
+    ("begin", "self.anchor = (1, object())"): "task 0: anchor is tuple (1, <object object at",
+    (
+        "begin",
+        "raise type('Panic', (BaseException,), {})('a panic')",
+    ): "the world raised Panic: a p",
+    ("reset", "return 'obs', {}"): "AttributeError: 'tuple' object has no attribute 'prompt'",
+    ("reset", "return Episode"): "has no attribute 'prompt'",
+    ("reset", "raise OSError('x' * 10**6)"): "task 0: the world raised OSError: xxx",
+    ("reset", "raise OSError('\\x1b[2J\\x07\\u202e')"): "OSError: \\x1b[2J\\x07\\u202e",
+    ("reset", "torch.manual_seed(task)"): "task 0: initial_seed() is int 0, expected ",
+    ("reset", "import os; os.chdir('/')"): "task 0: getcwd() is str '/', expected ",
 }
 
 
@@ -217,6 +274,10 @@ def test_episodes_of_a_task_begin_in_equal_states(tmp_path):
     world = world_with(tmp_path, begin="self.anchor = object()")
     said = line_of(played, world, [120, 120], stage())
     assert said.startswith("tiny world: task 120: anchor is object <object object at ")
+    assert said.endswith(", expected something hashable, equal where states are")
+    world = world_with(tmp_path, begin="self.anchor = self.first")
+    said = line_of(played, world, [120, 120], stage())
+    assert said.startswith("tiny world: task 120: anchor is int 2")
     assert said.endswith(", expected the same as in the task's other episodes")
     state = "self.anchor = (np.int64(task), frozenset('ab'))"
     assert len(played(world_with(tmp_path, begin=state), [120, 120, 121], stage())) == 3
@@ -301,16 +362,61 @@ STEPS = {  # the line in step(): (the field that is named, what is expected)
     "info['anchor'] = {1}": ("info['anchor'] is set", "something hashable"),
     "info['anchor'] = np.zeros(2)": ("info['anchor'] is ndarray", "something hashable"),
     f"{BROKEN}info['anchor'] = Broken()": ("info['anchor'] is Broken", "something hashable"),
+    "info['anchor'] = torch.tensor(3)": ("info['anchor'] is Tensor", "something hashable"),
+    "info['anchor'] = object()": ("info['anchor'] is object", "something hashable"),
+    "info['anchor'] = frozenset([object()])": ("info['anchor'] is frozenset", "something hashable"),
+    "yield observation": ("step is generator", TUPLE),
+    "from types import MappingProxyType; info = MappingProxyType(info)": (
+        "info is mappingproxy",
+        "a dict",
+    ),
+    "from collections import defaultdict; info = defaultdict(float)": (
+        "info is list []",
+        "the key",
+    ),
+    "import fractions; reward = fractions.Fraction(1, 2)": ("reward is Fraction", NUMBER),
+    "class F(float):\n    def __float__(self): raise ValueError\nreward = F(0.5)": (
+        "reward is F",
+        NUMBER,
+    ),
+    "torch.set_default_dtype(torch.float64)": (
+        "get_default_dtype() is dtype torch.float64",
+        "torch.float32, as before",
+    ),
+    "torch.set_grad_enabled(False)": ("is_grad_enabled() is bool False", "True, as before"),
+    "torch.manual_seed(7)": ("initial_seed() is int 7", ""),
+    "import os; os.chdir('/')": ("getcwd() is str '/'", ""),
+    "import os; os.chdir('/'); raise OSError": ("getcwd() is str '/'", ""),
 }
 
 
 @pytest.mark.parametrize("line", STEPS, ids=lambda line: line.splitlines()[-1])
 def test_a_step_is_checked_and_named(line, tmp_path):
-    """At the first step, with the world, the task, the field, what it was and what was expected."""
+    """At the first step, with the world, the task, the field, what it was and what was expected;
+    what it set of the process's is as it was."""
     field, expected = STEPS[line]
+    ours = [read() for read in OURS]
     episode = Door(world_with(tmp_path, step=line), 120).reset(120)
     said = line_of(episode.step, "go")
     assert said.startswith(f"tiny world: task 120: {field}") and f", expected {expected}" in said
+    assert [read() for read in OURS] == ours
+
+
+def test_a_huge_observation_ends_its_episode_soon(tmp_path):
+    """Of 5 MB no more is tokenised than a context can have."""
+    began = time.monotonic()
+    done = run_in(tmp_path, step="observation, done = 'é' * 5_000_000, False")
+    assert done.returncode == 0 and time.monotonic() - began < 20
+    *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert row["train/truncated"] == 1.0 and row["train/episode_steps"] == 1.0
+
+
+def test_numbers_that_a_world_draws_leave_the_runs_alone(tmp_path):
+    """Several processes would else draw other tasks: each plays its own episodes."""
+    world = world_with(tmp_path, step="random.seed(7); random.random()")
+    random.seed("a run")
+    before = random.getstate()
+    assert len(played(world, [120], stage())) == 1 and random.getstate() == before
 
 
 def test_a_reward_that_is_none_ends_a_run_in_its_name(tmp_path):
@@ -328,14 +434,13 @@ async def never():
 def test_a_step_that_waits_is_awaited_or_named(tmp_path, recwarn):
     world = world_with(tmp_path, step="async def told(): return 'on', 1, 0, info\nreturn told()")
     step = Door(world, 5).reset(5).step("go")
-    assert isinstance(step, Later)
     observation, reward, done, info = asyncio.run(wait_for(step))
     assert (observation, reward, done, info["score"]) == ("on", 1.0, False, 0.5)
     said = line_of(tuple, Door(world, 5).reset(5).step("go"))
     assert "task 5: step is coroutine" in said and "`await episode.step(text)`" in said
     assert not [w for w in recwarn if "never awaited" in str(w.message)]
     at_once = Door(world_with(tmp_path), 5).reset(5).step("go")
-    assert asyncio.run(wait_for(at_once)) == at_once and at_once[1] == 0.25
+    assert asyncio.run(wait_for(at_once)) == (*at_once,) and [*at_once][1] == 0.25
 
 
 async def wait_for(step):
@@ -435,6 +540,9 @@ RAISED = {  # (the line of step(), the tasks): how many are left out, or the lin
     ("if self.first == 3: return self.nothing", 6): 1,
     ("if self.first == 3: raise ExceptionGroup('two', [OSError(), KeyError()])", 6): 1,
     ("if self.steps == 2 and self.first == 3: raise TimeoutError('late')", 6): 1,
+    ("if self.first == 3: raise type('Panic', (BaseException,), {})('of Rust')", 6): 1,
+    ("if self.first == 3: asyncio.run(asyncio.sleep(0))", 6): 1,
+    ("if self.first == 3: raise OSError('\\x1b[2J' * 10**5)", 6): 1,
 }
 
 
@@ -451,6 +559,7 @@ def test_an_episode_whose_world_raises(line, number, tmp_path, capsys):
     assert len(left) == number - expected and on.faults == expected
     told = capsys.readouterr().out.splitlines()
     assert len(told) == expected and all("; this episode is left out" in each for each in told)
+    assert all(each.isprintable() and len(each) < 3000 for each in told)
 
 
 def failing(which: str, name: str = "OSError('it broke')") -> str:
@@ -507,6 +616,7 @@ COLUMNS = {  # column: (a value at which nothing is learnt, one at which somethi
     "prm/pairs": (0, 1, "--pair-margin"),
     "policy/pairs": (0, 1, "--pair-margin"),
     "policy/moved": (0.0, 0.9, "--learning-rate"),
+    "prm/moved": (0.0, 0.9, "--prm-learning-rate"),
 }
 MOVES = {column: moves for column, (_, moves, _) in COLUMNS.items()}
 
@@ -578,6 +688,8 @@ RUNS = {  # words: (the world's step, the script, pieces of the warning)
     "--pair-margin 1.25": (VARIED, "dpo_webshop", "(policy/pairs 0)"),
     "--learning-rate 1e-12": (VARIED, "rloo_sokoban", "(policy/moved "),
     "--learning-rate 1e-12 --policy-lora-rank 4": (VARIED, "rloo_sokoban", "(policy/moved 0)"),
+    "--prm-learning-rate 0": (VARIED, "istar_webshop", "(prm/moved 0)"),
+    "--critic-learning-rate 1e-12": (VARIED, "ppo_webshop", "(critic/moved "),
     "--max-context-tokens 130": (f"{VARIED}\n{LONG}", "rloo_sokoban", "(train/truncated 1)"),
 }
 
