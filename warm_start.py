@@ -57,6 +57,14 @@ UNITS = {
     r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
     # tags, words, numbers
     "sotopia": r"(?:</?[a-z]+>)+| ?[A-Za-z]+|[ $]*[0-9]{1,3}|\s+|[^\s\w]+|.",
+    # tags, names with their number, phrases between them, words
+    "alfworld": r"(?:</?[a-z]+>)+| ?[a-z]+ [0-9]+|(?:[.,] | ?(?=[A-Z]))[A-Za-z]+(?![A-Za-z]| [0-9])"
+    r"(?:[.,]? [A-Za-z]+(?![A-Za-z]| [0-9]))*| ?[A-Za-z]+| ?[0-9]+|\s+|[^\s\w]+|.",
+}
+UNITS["crossings"] = UNITS["sotopia"]
+WORLDS = {
+    "crossings": "Crossings",
+    "sokoban": "Sokoban",
 }
 UNITS["crossings"] = UNITS["sotopia"]
 WORLDS = {
@@ -65,6 +73,7 @@ WORLDS = {
     "visual_sokoban": "VisualSokoban",
     "webshop": "WebShop",
     "sotopia": "Sotopia",
+    "alfworld": "AlfWorld",
 }
 CHATML = (
     "{% for message in messages %}"
@@ -98,7 +107,9 @@ class RunArgs:
 class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
-    environment: Literal["sokoban", "visual_sokoban", "webshop", "sotopia", "crossings"] = "sokoban"
+    environment: Literal[
+        "sokoban", "visual_sokoban", "webshop", "sotopia", "alfworld", "crossings"
+    ] = "sokoban"
     """World whose expert is cloned."""
     model: str = ""
     """Initial policy: a directory, or a name on the hub; empty: a new model."""

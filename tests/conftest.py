@@ -75,7 +75,7 @@ def distinct(scripts: list[str]) -> list[str]:
 
 TRAINERS = [script for script in scripts_with("play", "main") if script != "warm_start"]
 # evaluation tasks of an environment
-PANEL = {"visual_sokoban": 128, "sokoban": 128, "webshop": 500, "sotopia": 128}
+PANEL = {"visual_sokoban": 128, "sokoban": 128, "webshop": 500, "sotopia": 128, "alfworld": 140}
 
 
 def pytest_addoption(parser):

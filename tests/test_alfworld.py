@@ -390,8 +390,7 @@ def played(show="new", anchor="state", inadmissible="invalid", **flags):
 
 def test_a_game_is_seen_like_this():
     """On every machine: a short game, written down once."""
-    env = AlfWorld()
-    episode = env.reset(LOOK)
+    episode = AlfWorld(show="new").reset(LOOK)
     lines = [episode.prompt.removeprefix(RULES).strip()]
     for response in expert(episode):
         lines += ["> " + response, episode.step(response)[0]]

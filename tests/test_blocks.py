@@ -139,7 +139,7 @@ def test_two_mains_may_differ_by_the_worlds_class_and_by_nothing_else(tree):
     edit(tree / "rloo_sokoban.py", "env = Sokoban.from_args(args)", "env = Rooms.from_args(args)")
     assert blocks.check(tree)[0] == []
     edit(tree / "rloo_sokoban.py", "env = Rooms.from_args(args)", "env = Rooms.from_args(0)")
-    refused(tree, "rloo_sokoban.py: main", "rloo_sotopia.py: main")
+    refused(tree, "rloo_alfworld.py: main", "rloo_sokoban.py: main")
 
 
 def test_the_text_of_the_most_is_the_right_one(tree):
@@ -226,11 +226,11 @@ def test_doubled_block(tree):
 
 
 def test_a_new_script_must_hold_the_blocks_that_the_list_says(tree, monkeypatch):
-    (tree / "rloo_alfworld.py").write_text('"""Nothing yet."""\n')
+    (tree / "rloo_chess.py").write_text('"""Nothing yet."""\n')
     assert blocks.check(tree)[0] == []  # nobody listed it: it is its author's own
-    monkeypatch.setitem(blocks.SCRIPTS, "rloo_alfworld.py", blocks.TOKEN)
+    monkeypatch.setitem(blocks.SCRIPTS, "rloo_chess.py", blocks.TOKEN)
     faults, _ = blocks.check(tree)
-    assert faults == [f"rloo_alfworld.py: block '{name}' is missing" for name in blocks.TOKEN]
+    assert faults == [f"rloo_chess.py: block '{name}' is missing" for name in blocks.TOKEN]
 
 
 def test_line_budget(tree):

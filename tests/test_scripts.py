@@ -48,7 +48,8 @@ time/prm""".split()
 CREDIT = ["implicit_reward", "step_advantage", "episode_advantage"]
 SMALL = """--tasks-per-iteration 3 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2
 --seed 9"""  # with it groups are mixed in every world from the first iteration on
-TASKS, GROUP, STEPS = 3, 4, {"sokoban": 4, "visual_sokoban": 4, "webshop": 7, "sotopia": 4}
+TASKS, GROUP = 3, 4
+STEPS = {"sokoban": 4, "visual_sokoban": 4, "webshop": 7, "sotopia": 4, "alfworld": 20}
 ISTAR = [script for script in READY if script.startswith("istar_")]
 PRIME = "prm/loss prm/accuracy prm/grad_norm prm/process_std time/prm".split()
 CRITIC = "critic/loss critic/grad_norm critic/explained_variance time/critic".split()
@@ -64,7 +65,7 @@ OWN = {  # what a script of an algorithm logs beside ALWAYS, and of each step in
     "graphgpo": (ANCHOR, CREDIT[1:]),
     "dpo": (DPO, []),
 }
-STARTED = [f"istar_{world}" for world in STEPS]  # as processes of their own
+STARTED = [f"istar_{world}" for world in [*STEPS][:4]]  # as processes of their own
 # Each kind of network and of list that a checkpoint holds; pictures, and what is awaited.
 LASTING = [*STARTED, "istar_paper_sokoban", "prime_webshop", "ppo_webshop"]
 # SOTOPIA's own files, which are not part of the repository
@@ -267,9 +268,8 @@ def test_every_script_runs_and_leaves_a_whole_run(play, script):
         page == f"the run as a page: runs/first-{script}/view.html" and (run / "view.html").exists()
     )
     assert [line.split()[0] for line in table[:2]] == ["0", "2"]  # success before and after
-    assert [line.split(":")[0] for line in table[2:]] == (
-        ["goal"] if environment(script) == "sotopia" else []
-    )
+    kinds = {"sotopia": {"goal"}, "alfworld": {"pick", "look", "clean", "heat", "cool", "pick_two"}}
+    assert {line.split(":")[0] for line in table[2:]} <= kinds.get(environment(script), set())
     if script in ISTAR:
         assert json.loads((run / "args.json").read_text())["alpha"] == 1.0
         assert "prm/pair_accuracy " in done.stdout

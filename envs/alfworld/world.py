@@ -56,15 +56,15 @@ class AlfWorldArgs:
     """Split of the released games that is the panel; train: 140 of its games, which are not trained
     on."""
 
-    show: Literal["new", "all", "none"] = "new"
-    """Admissible commands that an observation lists: those that are new since the agent went there,
-    all but help (as in published work), or none."""
+    show: Literal["none", "new", "all"] = "none"
+    """Admissible commands that an observation lists: none, those that are new since the agent went
+    there, or all but help (as in published work)."""
 
     anchor: Literal["state", "text"] = "state"
     """State that groups steps in GiGPO and GraphGPO: the true state of the house, or the engine's
     last answer (as published)."""
 
-    inadmissible: Literal["invalid", "valid"] = "invalid"
+    inadmissible: Literal["valid", "invalid"] = "valid"
     """Whether a command that cannot be executed now is an invalid or a valid action (as published).
     In both cases nothing happens."""
 
@@ -104,9 +104,9 @@ class AlfWorld:
         data=None,
         split="valid_seen",
         max_steps=50,
-        show="new",
+        show="none",
         anchor="state",
-        inadmissible="invalid",
+        inadmissible="valid",
     ):
         if max_steps < 1:
             raise ValueError(f"--max-steps {max_steps}: at least 1")
@@ -339,20 +339,21 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
     """Yield the responses of somebody who knows where all is; they end with the episode.
 
     Every command is on a shortest way to the goal, so without noise they are the walkthrough.
-    Where a goal is none of the six types they follow the file's. `noise` is the
-    probability of any admissible command instead, drawn from `rng`.
+    Where a goal is none of the six types they follow the file's. `noise` is the probability of
+    looking elsewhere instead: of opening what is closed here, else of going anywhere else, drawn
+    from `rng`. The thought stays the same, so that a clone has to look what is there.
     """
     rng = rng or random.Random(0)
     play, wish = episode.play, episode.house.wish
     while not episode.done:
         best = shortest(play, wish) if wish else None
         rest = episode.house.walkthrough[episode.steps : episode.steps + 1]
-        if rng.random() < noise or not (best or rest):
-            thought, words = "try this", rng.choice(play.admissible)
-        elif best:
+        thought, words = "go on", rest and rest[0]
+        if best:
             verb, thing, *_ = best[1][0][1]
             thought = f"{verb} {episode.name(thing).split()[0]}"
             words = commands(play, best[1])[0]
-        else:
-            thought, words = "go on", rest[0]
+        if rng.random() < noise or not words:
+            closed = [words for words in play.local if words.startswith("open ")]
+            words = rng.choice(closed or [w for w in play.admissible if w.startswith("go ")])
         yield f"<think>{thought}</think><action>{words}</action>"
