@@ -1,10 +1,11 @@
 """One update of every network of some scripts, its work divided between the processes that a
 launcher started.
 
-    torchrun --nproc_per_node 2 tests/divided.py SCRIPT,SCRIPT DIRECTORY [recompute] [bfloat16]
+    torchrun --nproc_per_node 2 tests/divided.py SCRIPT,SCRIPT+recompute+bfloat16 DIRECTORY
 
-The first process writes DIRECTORY/SCRIPT.pt: {network.step.index: the gradient of a parameter in a
-step of the update}, the numbers that the updates told, and what the networks compute after it.
+The first process writes DIRECTORY/SCRIPT.pt, its options and all: {network.step.index: the gradient
+of a parameter in a step of the update}, the numbers that the updates told, and what the networks
+compute after it.
 Every process has the same random model and the same trajectories; those of a visual script have a
 model that sees, and pictures. recompute: with --gradient-checkpointing; untied: of a model whose
 head has weights of its own. Last, the networks are saved, and others take them up."""
@@ -213,7 +214,8 @@ def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
 if __name__ == "__main__":
     scripts, directory, *given = sys.argv[1:]
     for name in scripts.split(","):
-        main(name, Path(directory, f"{name}.pt"), *given)
+        script, *own = name.split("+")
+        main(script, Path(directory, f"{name}.pt"), *own, *given)
     from runtime.distributed import processes
 
     processes.end()

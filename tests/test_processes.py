@@ -1,6 +1,7 @@
 """Several processes: their update is that of one, their runs are whole, and a wrong number of them
 is refused."""
 
+import functools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import divided
 import pytest
 import torch
 from conftest import ROOT, free_port, load, run_main, settings
+from safetensors.torch import load_file
 
 SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4
 --iterations 2 --seed 5"""
@@ -34,15 +36,13 @@ UPDATES = {  # the networks of a script that are updated
 
 def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
     """A command in two processes: by torchrun, or by accelerate with the configuration for FSDP."""
-    port, launcher = free_port(), [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--main_process_port", port]
     if kind == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-        launcher += ["--master_port", port]
-    elif kind == "fsdp":
-        launcher += ["--config_file", ROOT / "configs" / "fsdp.yaml"]
+        launcher += ["--master_port", free_port()]
     else:
-        launcher += ["--cpu", "--num_processes", "2"]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+        launcher += ["--main_process_port", free_port()]
+        launcher += ["--config_file", ROOT / "configs" / "fsdp.yaml"]
     own = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     options = dict(cwd=cwd, capture_output=True, text=True, timeout=1200, env=own)
     done = subprocess.run([*launcher, *command], **options)
@@ -63,36 +63,32 @@ def alone(tmp_path_factory):
     return {script: torch.load(home / f"{script}.pt") for script in UPDATES}
 
 
-SHARDED = ("istar_sokoban", "istar_paper_sokoban", "istar_visual_sokoban")
-LAUNCHES = [("torchrun", [*UPDATES], ""), ("fsdp", SHARDED, ""), ("fsdp", SHARDED[:1], "recompute")]
-LAUNCHES += [("fsdp", SHARDED[:1], "bfloat16 recompute")]
-CASES = [(kind, script, options) for kind, scripts, options in LAUNCHES[:3] for script in scripts]
+SHARDED = ["istar_sokoban", "istar_paper_sokoban", "istar_visual_sokoban"]
+SHARDED += ["istar_sokoban+recompute"]
+LAUNCHES = {"torchrun": [*UPDATES], "fsdp": [*SHARDED, "istar_sokoban+recompute+bfloat16"]}
+CASES = [("torchrun", script) for script in UPDATES] + [("fsdp", script) for script in SHARDED]
 
 
 @pytest.fixture(scope="module")
 def divided_in_two(tmp_path_factory):
-    """divided_in_two(kind, options) -> the updates of that launch's scripts; each is done once."""
-    done = {}
+    """divided_in_two(kind) -> the updates of that launch's scripts; each is done once."""
 
-    def start(kind, options):
-        if (kind, options) not in done:
-            scripts = next(
-                names for *key, names, given in LAUNCHES if (*key, given) == (kind, options)
-            )
-            home = tmp_path_factory.mktemp("divided")
-            launch(kind, DIVIDED, ",".join(scripts), home, *options.split(), cwd=home)
-            done[kind, options] = {name: torch.load(home / f"{name}.pt") for name in scripts}
-        return done[kind, options]
+    @functools.cache
+    def start(kind):
+        home = tmp_path_factory.mktemp("divided")
+        launch(kind, DIVIDED, ",".join(LAUNCHES[kind]), home, cwd=home)
+        return {name: torch.load(home / f"{name}.pt") for name in LAUNCHES[kind]}
 
     return start
 
 
-@pytest.mark.parametrize("kind, script, options", CASES)
-def test_the_update_of_two_processes_is_that_of_one(kind, script, options, alone, divided_in_two):
+@pytest.mark.parametrize("kind, script", CASES)
+def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, divided_in_two):
     """Of every network: the gradients that its steps follow, to 1e-5 of their length, and what it
     computes afterwards. recompute: --gradient-checkpointing, against one process without it. FSDP:
     iStar's PRM is an adapter on the sharded policy. Each has been saved and taken up again."""
-    one, two = {**alone[script]}, {**divided_in_two(kind, options)[script]}
+    two, script = {**divided_in_two(kind)[script]}, script.partition("+")[0]
+    one = {**alone[script]}
     assert one.keys() == two.keys()
     for network in UPDATES[script]:
         assert f"after.{network}" in one
@@ -113,7 +109,7 @@ def test_fsdp_in_bfloat16_is_as_near_as_autocast(alone, divided_in_two, tmp_path
     """To float32, that is; gradients stay float32. A PRM that has learnt something too."""
     script, exact = "istar_sokoban", alone["istar_sokoban"]
     divided.main(script, tmp_path / "autocast.pt", "bfloat16")
-    kinds = {"fsdp": divided_in_two("fsdp", "bfloat16 recompute")[script]}
+    kinds = {"fsdp": divided_in_two("fsdp")[f"{script}+recompute+bfloat16"]}
     kinds["autocast"] = torch.load(tmp_path / "autocast.pt")
     names = [name for name in exact if name.startswith(("policy.", "prm."))]
     away = {}
@@ -126,53 +122,58 @@ def test_fsdp_in_bfloat16_is_as_near_as_autocast(alone, divided_in_two, tmp_path
         assert 1e-4 < fsdp < 4 * autocast
 
 
-@pytest.mark.parametrize("script", ["istar_sokoban", "rloo_sotopia"])
-def test_two_processes_train(script, tmp_path):
-    common = [ROOT / f"{script}.py", *SMALL.split(), "--engine", "hf", "--processes", "2"]
-    common += ["--run-name", "two"]
-    done = launch("torchrun", *common, cwd=tmp_path)
-    assert "2 processes, the policy a copy in each" in done.stdout
-    told = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("iteration ")]
-    assert told == ["0", "1", "2"]
-
-    run = tmp_path / "runs" / "two"
+def assert_divided(run: Path, said: str, iterations: int = 2, tasks: int = 4, group: int = 4):
+    """Two processes have played whole groups, in the order of their tasks, and said it once."""
+    assert "2 processes, the policy a copy in each" in said
+    told = [line.split()[1] for line in said.splitlines() if line.startswith("iteration ")]
     table, episodes = rows(run, "metrics.jsonl"), rows(run, "episodes.jsonl")
-    assert [row["iteration"] for row in table] == [0, 1, 2] and len(episodes) == 2 * 4 * 4
-    tasks = [episode["task"] for episode in episodes[:16]]
-    assert all(tasks.count(task) == 4 for task in tasks), "groups are split"
-    assert tasks == sorted(tasks)
+    assert [row["iteration"] for row in table] == [*range(iterations + 1)] == [*map(int, told)]
+    assert len(episodes) == iterations * tasks * group
+    played = [episode["task"] for episode in episodes[: tasks * group]]
+    assert all(played.count(task) == group for task in played), "groups are split"
+    assert played == sorted(played)
     assert all(0 < row["policy/engine_gap"] < 1e-3 for row in table[1:])
 
-    if script == "istar_sokoban":
-        done = launch("torchrun", *common, "--iterations", "3", "--resume", "auto", cwd=tmp_path)
-        assert [row["iteration"] for row in rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
-        assert "goes on with" in done.stdout
+
+def test_conversations_in_two_processes(tmp_path):
+    """What tests/test_launch.py starts as Slurm does trains on Sokoban, and goes on."""
+    command = [ROOT / "rloo_sotopia.py", *SMALL.split(), "--engine", "hf", "--processes", "2"]
+    done = launch("torchrun", *command, "--run-name", "two", cwd=tmp_path)
+    assert_divided(tmp_path / "runs/two", done.stdout)
 
 
 @pytest.mark.skipif(not find_spec("vllm"), reason="vllm is not installed")
 def test_fsdp_trains_as_two_copies_do(tmp_path):
-    """Also: two engines beside each other, and the checkpoint of a sharded policy with the PRM's
-    adapter on it, from which a run goes on as if it had not ended."""
+    """Also: two engines beside each other, and a sharded policy with the PRM's adapter on it that
+    goes on from a checkpoint as if it had not ended, and leaves one."""
     common = [ROOT / "istar_sokoban.py", *SMALL.split(), "--engine", "vllm", "--processes", "2"]
     common += ["--eval-every", "1", "--seed", "3"]
     launch("torchrun", *common, "--run-name", "copies", cwd=tmp_path)
-    fsdp = [*common, "--run-name", "fsdp"]
-    done = launch("fsdp", *fsdp, "--iterations", "1", cwd=tmp_path)
+    one, two = (tmp_path / "runs" / name for name in ("copies", "fsdp"))
+    shutil.copytree(one, two, symlinks=True)
+    shutil.rmtree(two / "checkpoints/000002")
+    done = launch("fsdp", *common, "--run-name", "fsdp", "--resume", "auto", cwd=tmp_path)
     assert "2 processes, the policy sharded (FSDP)" in done.stdout
-    launch("fsdp", *fsdp, "--resume", "auto", cwd=tmp_path)
-    copies = rows(tmp_path / "runs" / "copies", "metrics.jsonl")
-    shards = rows(tmp_path / "runs" / "fsdp", "metrics.jsonl")
-    for one, two in zip(copies, shards, strict=True):
-        nulls = [{key for key in row if row[key] is None} for row in (one, two)]
-        assert one.keys() == two.keys() and nulls[0] == nulls[1]
-        same = {key for key in one if not key.startswith(("time/", "policy/engine_gap"))} - nulls[0]
-        expected = {key: one[key] for key in same}
-        assert {key: two[key] for key in same} == pytest.approx(expected, rel=1e-3, nan_ok=True)
+    assert "goes on with runs/fsdp" in done.stdout
+    copies, shards = (rows(run, "metrics.jsonl") for run in (one, two))
+    assert copies[2] != shards[2]  # at least its times: it was played again
+    for row, other in zip(copies, shards, strict=True):
+        nulls = [{key for key in each if each[key] is None} for each in (row, other)]
+        assert row.keys() == other.keys() and nulls[0] == nulls[1]
+        same = {key for key in row if not key.startswith(("time/", "policy/engine_gap"))} - nulls[0]
+        expected = {key: row[key] for key in same}
+        assert {key: other[key] for key in same} == pytest.approx(expected, rel=1e-3, nan_ok=True)
     assert any(row.get("policy/grad_norm") for row in copies)
     assert all(row["prm/pairs"] and row["prm/grad_norm"] for row in copies[1:])
-    for run in ("copies", "fsdp"):
-        adapter = tmp_path / "runs" / run / "prm" / "adapter_model.safetensors"
-        assert adapter.is_file() and (tmp_path / "runs" / run / "policy/config.json").is_file()
+    for name in ("prm/adapter_model.safetensors", "policy/model.safetensors"):
+        before = load_file(one / "checkpoints/000001" / name)
+        mine, theirs = (load_file(run / "checkpoints/000002" / name) for run in (one, two))
+        assert before.keys() == mine.keys() == theirs.keys()
+        moved, away = (
+            torch.cat([(t - mine[name]).flatten() for name, t in each.items()]).norm()
+            for each in (before, theirs)
+        )
+        assert away < 0.01 * moved, name
 
 
 def test_saving_a_sharded_policy_takes_no_more_than_the_policy(tmp_path):
@@ -291,21 +292,15 @@ def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch, tmp_p
         opening.refuse_other_ranks(run)
 
 
-def test_another_number_of_processes_is_refused(tmp_path):
-    """accelerate launch --cpu starts one, whatever it is asked for."""
-    command = [ROOT / "rloo_sokoban.py", *NUMBER, "2"]
-    done = launch("cpu", *command, cwd=tmp_path, check=False)
-    assert done.returncode and "--processes 2: 1 started" in done.stderr
-    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
-
-
-@pytest.mark.parametrize("number, started", [(1, 2), (3, 2), (2, 1)])
+@pytest.mark.parametrize("number, started", [(1, 2), (3, 2), (2, 1), (2, None)])
 def test_the_launchers_number_has_to_be_the_flags(number, started, tmp_path, monkeypatch):
-    """The same without a launcher: this is how it tells the processes their number."""
-    monkeypatch.setenv("WORLD_SIZE", str(started))
+    """As a launcher tells the processes their number. accelerate launch --cpu starts one, whatever
+    it is asked for, and tells it nothing."""
+    if started:
+        monkeypatch.setenv("WORLD_SIZE", str(started))
     done = run_main("rloo_sokoban", *NUMBER, number, cwd=tmp_path, check=False)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith(f"--processes {number}: {started} started; ")
+    assert done.stderr.startswith(f"--processes {number}: {started or 1} started; ")
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
