@@ -168,7 +168,7 @@ ALIKE += [("istar_paper_sokoban", LORA), ("prime_webshop", ()), ("prime_webshop"
 def test_a_prm_that_has_learnt_nothing_is_the_policy_in_bfloat16_too(tmp_path, script, form):
     """Nothing learns, and nothing may differ: the policy's weights and the PRM's are of one
     precision."""
-    run_main(script, *TINY, "--iterations", 1, *STILL, *form, cwd=tmp_path)
+    run_main(script, *TINY, "--iterations", 1, "--max-steps", 3, *STILL, *form, cwd=tmp_path)
     assert max(map(abs, rewards_of(tmp_path, 1))) < 1e-5  # two precisions: 0.03
 
 
@@ -198,7 +198,7 @@ def test_primes_rewards_are_of_its_prm_against_the_initial_model(tmp_path, monke
 
     monkeypatch.setattr(module, "flatten", flatten)
     flags = ["--prm-learning-rate", "0.01", "--prm-score", "after", "--temperature", "1.3"]
-    flags += ["--learning-rate", "0.01", "--beta", "0.5", "--max-steps", 5]
+    flags += ["--learning-rate", "0.01", "--beta", "0.5", "--max-steps", 3]
     run_main("prime_webshop", *TINY, *flags, *form, cwd=tmp_path)
     run = tmp_path / "runs" / "it"
 
@@ -279,7 +279,7 @@ def test_a_weight_is_of_what_the_ratio_is_of(module):
 def test_ppo_runs_its_published_layout(tmp_path):
     """Many tasks, one trajectory each: PPO compares nothing within a group."""
     layout = "--engine hf --iterations 1 --tasks-per-iteration 6 --group-size 1 --eval-tasks 1"
-    layout += " --eval-samples 1 --eval-every 9 --run-name it"
+    layout += " --eval-samples 1 --eval-every 9 --max-steps 4 --run-name it"
     run_main("ppo_webshop", *layout.split(), cwd=tmp_path)
     assert rows(tmp_path)[1]["policy/grad_norm"] > 0
 

@@ -1,4 +1,4 @@
-"""What a model writes is bad input too: 60,000 answers through each parser, and 24,000 through the
+"""What a model writes is bad input too: 60,000 answers through each parser, and 12,000 through the
 rollout's layout. And so is what a world returns: runs of random worlds."""
 
 import asyncio
@@ -184,7 +184,7 @@ def test_rollout_takes_everything(script, history, tmp_path):
     control |= {tokenizer.convert_tokens_to_ids(token) for token in TEMPLATE[:2]}
     stage, rng = Stage(engine, chat, args), random.Random(2)
     valid, file = 0, tmp_path / "episodes.jsonl"
-    while engine.count < 3000:
+    while engine.count < 1500:
         tasks = sorted(rng.choices(env.train_tasks, k=64))
         if environment(script) == "sotopia":
             tasks = env.sides_of(tasks)
