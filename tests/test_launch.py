@@ -1,7 +1,6 @@
 """What starts a run on a cluster: the commands in docs/many-gpus.md and in configs/, with stand-ins
 for Slurm and Ray that say what they were told, or start it on this machine."""
 
-import json
 import os
 import re
 import shlex
@@ -13,9 +12,9 @@ from runtime.flags import flags_of, parse
 
 import pytest
 from conftest import ROOT, TRAINERS, free_port, load
+from test_processes import SMALL, assert_divided, rows
 
-SMALL = """--engine hf --tasks-per-iteration 2 --group-size 2 --eval-tasks 2 --eval-samples 1
---max-steps 2 --iterations 1""".split()
+SMALL = [*SMALL.split(), "--engine", "hf"]
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -89,20 +88,21 @@ def test_slurm_starts_a_process_for_each_gpu_of_all_machines(tmp_path, monkeypat
 
 
 def test_what_slurm_starts_trains_and_goes_on_where_it_is_queued_again(tmp_path):
-    """Two processes on this machine, whose Slurm has one machine with two GPUs."""
+    """Two processes on this machine, whose Slurm has one machine with two GPUs; the PRM's lists of
+    past groups are taken up too."""
     here = f"scontrol() {{ echo 127.0.0.1:{free_port()}; }}"
     script = (ROOT / "configs/slurm.sh").read_text().replace(":29500", "")
     (tmp_path / "slurm.sh").write_text(script.replace("set -euo", f"{here}\nset -euo"))
     environment = shims(tmp_path, srun='shift; exec "$@"') | JOB
     environment |= {"SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = ["bash", "slurm.sh", ROOT / "rloo_sokoban.py", *SMALL]
+    words, run = ["bash", "slurm.sh", ROOT / "istar_sokoban.py", *SMALL], tmp_path / "runs/slurm-7"
     said = started(words, tmp_path, environment)
-    assert "2 processes" in said and "nothing to go on with" in said
-    said = started([*words, "--iterations", "2"], tmp_path, environment)
+    assert "nothing to go on with" in said
+    assert_divided(run, said, iterations=2)
+    said = started([*words, "--iterations", "3"], tmp_path, environment)
     assert "goes on with runs/slurm-7" in said
-    rows = (tmp_path / "runs/slurm-7/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["iteration"] for row in rows] == [0, 1, 2]
+    assert [row["iteration"] for row in rows(run, "metrics.jsonl")] == [0, 1, 2, 3]
 
 
 def test_ray_is_handed_the_same_command(tmp_path, monkeypatch):
