@@ -295,7 +295,7 @@ def finished(script: str) -> Path:
     """A run of two iterations, not disturbed."""
     home = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, home)
-    run_main(script, *SMALL, "--iterations", 2, "--run-name", "base", cwd=home)
+    run_main(script, *SMALL, "--iterations", 2, "--run-name", "base", cwd=home, curve=True)
     return home / "runs" / "base"
 
 
