@@ -208,3 +208,14 @@ def test_a_quiet_run_shows_no_bar_in_a_terminal():
         for _ in tqdm(range(3), "rollout", disable=None):
             time.sleep(0.01)
         assert ("rollout" in sys.stderr.getvalue()) != quiet
+
+
+def test_an_output_that_is_full_or_closed_ends_nothing(monkeypatch):
+    """>/dev/full and >&-: what is said is lost, and nothing else."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        for _ in range(3):
+            terminal.say("a line\n" * 10_000)
+    monkeypatch.setattr(sys, "stdout", None)
+    terminal.begin(quiet=False)
+    terminal.say("a line")

@@ -20,6 +20,7 @@ HANDLER.emit = lambda record: warn(record.getMessage())
 def begin(quiet: bool) -> None:
     """Say errors and the worlds' warnings plainly. quiet: these alone are said, without bars."""
     settings["quiet"] = quiet
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None after >&-
     if quiet:
         sys.stderr.isatty = lambda: False
     logging.getLogger("envs").addHandler(HANDLER)
@@ -33,7 +34,7 @@ def say(text: str, always: bool = False) -> None:
     try:
         tqdm.write(plain(text))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has left, as `| head -1` does
+    except OSError:  # the reader has left, as `| head -1` does, or >/dev/full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
