@@ -630,18 +630,19 @@ def left_over(engine) -> float:
     )
 
 
-def measured(what: str) -> dict:
-    """What this file measures of that name, as a script."""
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    """What this file measures as a script: one process, which imports vLLM once."""
     pytest.importorskip("vllm")
-    command, own = [sys.executable, __file__, what], os.environ | {"PYTHONPATH": str(ROOT)}
+    command, own = [sys.executable, __file__], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=own)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def gaps():
-    return measured("measure_vllm")
+def gaps(measured):
+    return measured["gaps"]
 
 
 def test_vllm_agrees_with_the_trainer_before_and_after_updates(gaps):
@@ -693,9 +694,9 @@ def test_vllm_samples_what_top_p_and_top_k_leave(gaps, left):
     assert gaps[f"frequencies {top_p} {top_k}"] < 4.5 and gaps[f"truncated {top_p} {top_k}"] < 1e-3
 
 
-def test_vllm_shifts_as_the_trainer_does_by_small_steps_of_a_lora_policy_in_bfloat16():
+def test_vllm_shifts_as_the_trainer_does_by_small_steps_of_a_lora_policy_in_bfloat16(measured):
     """Ten steps of AdamW at 1e-5, by which weights move less than bfloat16 can say of most."""
-    found = measured("measure_adapter")
+    found = measured["adapter"]
     print(found)
     assert found["correlation, vLLM"] > 0.95 and 0.9 < found["share, vLLM"] < 1.1
     assert found["share, merged"] < 0.6 and found["moved"] < 1e-3
@@ -704,4 +705,4 @@ def test_vllm_shifts_as_the_trainer_does_by_small_steps_of_a_lora_policy_in_bflo
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    print(json.dumps({"gaps": measure_vllm(), "adapter": measure_adapter()}))
