@@ -34,9 +34,8 @@ def house(tmp_path):
     """A copy of what a user has, with the page's world in it."""
     for path in blocks.scripts(ROOT):
         shutil.copy(path, tmp_path)
-    unwanted = shutil.ignore_patterns("__pycache__")
     for name in ("envs", "runtime", "models"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=unwanted)
+        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "blocks.py", tmp_path / "tests")
     (code,) = blocks_of(PAGE, "python", "class ")
