@@ -49,7 +49,7 @@ CREDIT = ["implicit_reward", "step_advantage", "episode_advantage"]
 SMALL = """--tasks-per-iteration 3 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2
 --seed 9"""  # with it groups are mixed in every world from the first iteration on
 TASKS, GROUP = 3, 4
-STEPS = {"sokoban": 4, "visual_sokoban": 4, "webshop": 7, "sotopia": 4, "alfworld": 20}
+STEPS = {"sokoban": 4, "visual_sokoban": 4, "webshop": 5, "sotopia": 4, "alfworld": 20}
 ISTAR = [script for script in READY if script.startswith("istar_")]
 PRIME = "prm/loss prm/accuracy prm/grad_norm prm/process_std time/prm".split()
 CRITIC = "critic/loss critic/grad_norm critic/explained_variance time/critic".split()
@@ -217,7 +217,8 @@ def assert_whole(run, script, iterations=2):
             told |= {"picture"} if environment(script).startswith("visual") else set()
             assert step.keys() >= told and step["observation"]
             assert all(isinstance(step[key], float) for key in ["advantage", *columns])
-    assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    if script in STARTED:  # the others are played without it, see run_main
+        assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     policy, tokenizer = (
         read_model(run / "policy"),
         AutoTokenizer.from_pretrained(run / "policy"),
@@ -259,6 +260,7 @@ def learnt_by_prm(run, script) -> bool:
 def test_every_script_runs_and_leaves_a_whole_run(play, script):
     run, done = first_run(play, script)
     assert_whole(run, script)
+    assert not (run.parent.parent / "wandb").exists()  # --track was not given
     assert (
         "parameters, engine hf" in done.stdout
         and f"an iteration: {TASKS * GROUP} episodes" in done.stdout
@@ -293,17 +295,33 @@ def test_an_engine_that_is_not_given_the_weights_is_seen(play):
     assert rows(stale)[2]["policy/engine_gap"] > 1e-3
 
 
-# Each world, in one the policy is an adapter; what else an engine does its own tests have.
-ADAPTED = ["--policy-lora-rank", "4", "--minibatches", "1"]
-THROUGH_VLLM = [(script, ADAPTED if script == "istar_webshop" else []) for script in STARTED]
+# Each world, in one the policy is an adapter; what else an engine does its own tests have. Sokoban
+# is played by two processes with vLLM in tests/test_processes.py.
+THROUGH_VLLM = {"istar_webshop": ["--policy-lora-rank", "4", "--minibatches", "1"]}
+THROUGH_VLLM |= {"istar_visual_sokoban": [], "istar_sotopia": []}
+ONE_AFTER_ANOTHER = """
+import json, runpy, sys
+for command in json.loads(sys.argv[1]):
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+"""
 
 
 @VLLM
-@pytest.mark.parametrize("script, flags", THROUGH_VLLM)
-def test_through_vllm(play, script, flags):
-    run, done = play(f"vllm-{script}", script, *flags, engine="vllm", start=run_script)
-    assert_whole(run, script)
-    assert "parameters, engine vllm" in done.stdout
+def test_through_vllm(home):
+    """In one process: to import vLLM takes longer than a run."""
+    common = ["--engine", "vllm", "--iterations", "2", "--run-name"]
+    commands = [
+        [str(ROOT / f"{script}.py"), *small(script), *common, f"vllm-{script}", *flags]
+        for script, flags in THROUGH_VLLM.items()
+    ]
+    command = [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(commands)]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=home, env=own, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("parameters, engine vllm") == len(commands)
+    for script in THROUGH_VLLM:
+        assert_whole(home / "runs" / f"vllm-{script}", script)
 
 
 def lists_of(run, iteration):
@@ -315,33 +333,32 @@ def lists_of(run, iteration):
 
 @pytest.mark.parametrize("script", LASTING)
 def test_a_run_repeats_itself_and_goes_on_where_it_stopped(play, script, home):
-    """Four iterations straight equal two and two more, bit for bit; the first two equal those of
+    """Three iterations straight equal two and one more, bit for bit; the first two equal those of
     the first run. Of the two runs one has an engine with weights of its own."""
     first, _ = first_run(play, script)
     flags = ["--alpha", "1.0"] if script in ISTAR else []
     start = run_apart if script in STARTED else run_main
-    straight, _ = play(f"straight-{script}", script, *flags, iterations=4, start=start)
+    straight, _ = play(f"straight-{script}", script, *flags, iterations=3, start=start)
     table = [*map(without_gap, rows(first))]
     assert table == [*map(without_gap, rows(straight))][: len(table)]
     assert table[1]["train/dead_groups"] < 1, "nothing to learn: another --seed in SMALL"
     resumed = home / "runs" / f"copy-{script}"
     shutil.copytree(first, resumed, symlinks=True)
-    play(f"resumed-{script}", script, *flags, "--resume", resumed, iterations=4)
+    play(f"resumed-{script}", script, *flags, "--resume", resumed, iterations=3)
     again, joined = ([*map(without_gap, rows(run))] for run in (straight, resumed))
-    assert joined == again and len(again) == 5
-    for name in ("policy/model.safetensors", "checkpoints/000004/trained.safetensors"):
+    assert joined == again and len(again) == 4
+    for name in ("policy/model.safetensors", "checkpoints/000003/trained.safetensors"):
         assert differing(straight, resumed, name) == []
     assert differing(first, straight)  # it did go on
-    assert lists_of(straight, 4) == lists_of(resumed, 4)
+    assert lists_of(straight, 3) == lists_of(resumed, 3)
     if script in STARTED:
-        kept = lists_of(resumed, 4)
+        kept = lists_of(resumed, 3)
         pairs = [row["prm/pair_accuracy"] for row in rows(straight)[1:] if row["prm/pairs"]]
         assert kept["accuracies"] == pairs and len(kept["replay"]) >= len(pairs) > 0
     assert episodes_of(straight) == episodes_of(resumed)
-    best = os.readlink(straight / "best").split("/")[1]
     kept = sorted(path.name for path in (straight / "checkpoints").iterdir())
-    assert kept == sorted({"000003", "000004", best})  # the last two, and the best
-    assert best in ("000002", "000004")
+    assert kept == ["000002", "000003"]  # of which one is the best
+    assert os.readlink(straight / "best").split("/")[1] in kept
 
 
 @pytest.mark.parametrize("script", READY[:1])
@@ -353,20 +370,17 @@ def test_resume_refuses_other_flags(play, script, home):
 
 
 def test_without_its_step_reward_it_is_the_baseline(play):
-    """iStar with alpha 0 is RLOO with a ratio per step, and with a ratio per token that of RLOO's
-    page, bit for bit; the PRM learns beside it and changes nothing."""
-    script = "istar_webshop"
-    ours, _ = play("alpha0", script, "--alpha", "0")
-    by_step, _ = play("alpha0-step", f"{script}_ablations", "--alpha", "0")
-    by_token, _ = play("alpha0-token", f"{script}_ablations", "--alpha", "0", "--ratio", "token")
+    """iStar with alpha 0 and a ratio per token is RLOO's page, bit for bit; the PRM learns beside
+    it and changes nothing. The script without flags is istar_webshop, see tests/test_ablations.py.
+    """
+    script = "istar_webshop_ablations"
+    ours, _ = play("alpha0", script, "--alpha", "0", "--ratio", "token")
     baseline, _ = first_run(play, "rloo_webshop")
-    for one, other in ((ours, by_step), (by_token, baseline)):
-        assert differing(one, other) == []
-        for mine, theirs in zip(rows(one), rows(other), strict=True):
-            assert without_times(theirs).items() <= without_times(mine).items()
-    assert differing(ours, by_token)
+    assert differing(ours, baseline) == []
+    for mine, theirs in zip(rows(ours), rows(baseline), strict=True):
+        assert without_times(theirs).items() <= without_times(mine).items()
     with_it, _ = first_run(play, script)
-    assert differing(with_it, ours)
+    assert any(row.get("prm/loss") for row in rows(ours)) and differing(with_it, ours)
 
 
 @pytest.mark.parametrize("script", ["gigpo_sokoban", "graphgpo_sokoban"])
@@ -432,19 +446,18 @@ def test_beta_0_leaves_the_prm_alone_with_reinforce_pp_and_windows(play):
 
 
 def test_a_critic_of_rank_0_is_a_full_copy_that_is_kept_and_taken_up(play):
-    """Two iterations and two more are four; the critic's directory is a whole model, head and
-    all."""
+    """An iteration and one more are two; the critic's directory is a whole model, head and all."""
     script = "ppo_webshop"
     whole = ["--critic-lora-rank", "0"]
-    straight, _ = play("critic-straight", script, *whole, iterations=4)
-    run, _ = play("critic-whole", script, *whole)
+    straight, _ = play("critic-straight", script, *whole)
+    run, _ = play("critic-whole", script, *whole, iterations=1)
     saved = load_file(run / "critic/model.safetensors")
     start = read_model(default_model(script)).state_dict()
     assert saved["score.weight"].any() and saved["score.bias"].any()
     layer = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(saved[layer], start[layer])
-    play("critic-on", script, *whole, "--resume", "runs/critic-whole", iterations=4)
-    assert differing(straight, run, "checkpoints/000004/trained.safetensors") == []
+    play("critic-on", script, *whole, "--resume", "runs/critic-whole")
+    assert differing(straight, run, "checkpoints/000002/trained.safetensors") == []
 
 
 def test_eval_only_of_a_trained_policy(play, home):
@@ -504,14 +517,6 @@ def test_warm_start_makes_a_model_that_a_script_takes(home):
     evaluation = f"--eval-only --engine hf --model warm --run-name warm {SMALL} --max-steps 3"
     run_main("rloo_sokoban", *evaluation.split(), cwd=home)
     assert 0 <= rows(home / "runs" / "warm")[0]["eval/success"] <= 1
-
-
-def test_tracking_offline(home):
-    """--track writes W&B's own files and changes nothing else; without it there are none."""
-    assert not (home / "wandb").exists()
-    flags = "--engine hf --eval-only --track --run-name tracked".split()
-    run_script(READY[0], *small(READY[0]), *flags, cwd=home)
-    assert list((home / "wandb").glob("offline-run-*"))
 
 
 @pytest.fixture(scope="module")
