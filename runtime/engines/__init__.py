@@ -52,6 +52,10 @@ class Request(NamedTuple):
     sampling: SamplingParams
     answer: asyncio.Future  # of a Sample
 
+    def give(self, sample: Sample) -> None:
+        if not self.answer.done():
+            self.answer.set_result(sample)
+
 
 class Engine:
     """What engines in this process share. Each has `await work()`, which does some of what was
@@ -84,9 +88,8 @@ class Engine:
 
     def take(self) -> list[Request]:
         """What was asked since the last call, by those who still wait."""
-        requests = [request for request in self.asked if not request.answer.done()]
-        self.asked = []
-        return requests
+        asked, self.asked = self.asked, []
+        return [request for request in asked if not request.answer.done()]
 
     def forget_requests(self) -> None:
         self.asked, self.owed = [], {}
@@ -95,11 +98,6 @@ class Engine:
 def lora_rank_for(rank: int) -> int:
     """vLLM's max_lora_rank for an adapter of this rank: 8, 16, 32, ... 512."""
     return max(8, 1 << (rank - 1).bit_length())
-
-
-def give(request: Request, sample: Sample) -> None:
-    if not request.answer.done():
-        request.answer.set_result(sample)
 
 
 async def served(engine, asking) -> list:

@@ -91,8 +91,7 @@ class ServerEngine:
             response = await self.client.request(method, server.url + path, json=content)
         except httpx2.HTTPError as error:
             raise LostError(f"{server.url} does not answer ({type(error).__name__})") from error
-        status = response.status_code
-        if status >= 400:
+        if (status := response.status_code) >= 400:
             kind = LostError if status >= 500 or status == 404 else EngineError
             raise kind(f"{server.url}: status {status}, {shown(response.text, 200)}")
         return response
@@ -116,8 +115,7 @@ class ServerEngine:
         """Have a server sample with the policy's weights. Raises LostError, EngineError."""
         (version, path, adapter), before = self.weights, server.weights
         if not before or before.version != version:
-            order = {"method": "take_policy", "args": [path]}
-            await self.call(server, "/collective_rpc", order)
+            await self.call(server, "/collective_rpc", {"method": "take_policy", "args": [path]})
             await self.call(server, "/update_weight_version", {"new_version": version})
         if adapter:
             for old in {adapter, before.adapter if before else adapter}:
@@ -236,8 +234,7 @@ class ServerEngine:
             if is_first:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(tag, str(path))
-        failed = processes.broadcast(asyncio.run(self.hand_over()) if is_first else "")
-        if failed:
+        if failed := processes.broadcast(asyncio.run(self.hand_over()) if is_first else ""):
             raise EngineError(failed)
         for server in self.servers if not is_first else ():
             server.note(self.weights)
@@ -284,9 +281,8 @@ def read_sample(found: dict, request: dict) -> tuple[list[int], list[float], set
     (choice,) = found["choices"]
     ids, most = choice["token_ids"], request["sampling_params"]["max_tokens"]
     logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-    versions = {span["version"] for span in choice["weight_versions"]}
     are_ids = all(type(token) is int and token >= 0 for token in ids)
     are_logprobs = all(-1e4 < logprob <= 1e-3 for logprob in logprobs)
     if not (are_ids and are_logprobs and 0 < len(ids) == len(logprobs) <= most):
         raise ValueError("not so many ids and log-probabilities")
-    return ids, logprobs, versions
+    return ids, logprobs, {span["version"] for span in choice["weight_versions"]}

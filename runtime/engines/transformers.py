@@ -5,7 +5,7 @@ import asyncio
 import os
 
 from runtime.data import pictures_of
-from runtime.engines import Engine, Request, Sample, SamplingParams, give
+from runtime.engines import Engine, Request, Sample, SamplingParams
 from runtime.networks import assert_finite, compute_with, plain, policy_weights
 from runtime.vision.pictures import Album, never_sampled
 
@@ -54,7 +54,7 @@ class TransformersEngine(Engine):
         for requests in parts.values():
             contexts = [request.context for request in requests]
             for request, sample in zip(requests, self.generate(contexts, requests[0].sampling)):
-                give(request, sample)
+                request.give(sample)
 
     def generate(self, contexts: list[list[int]], sampling: SamplingParams) -> list[Sample]:
         """Answers to contexts, in their order: in one batch, or as many at a time as fit."""
@@ -181,8 +181,7 @@ class TransformersEngine(Engine):
             if self.album:
                 inputs |= {"input_ids": None, "inputs_embeds": self.album.embeddings(ids)}
             output = causal.base_model(**inputs, past_key_values=self.cache, use_cache=True)
-            hidden = output.last_hidden_state[:, -1]
-            logits = causal.get_output_embeddings()(hidden).float()
+            logits = causal.get_output_embeddings()(output.last_hidden_state[:, -1]).float()
         logits.div_(sampling.temperature or 1.0)
         for token in never_sampled(causal.config):
             logits[:, token] = -torch.inf
@@ -215,6 +214,5 @@ class RoomyLayer(DynamicLayer):
             if length:
                 memory[..., :length, :] = old
         memory[..., length:end, :] = new
-        used = memory[..., :end, :]
-        self.rooms[name] = memory, used
-        return used
+        self.rooms[name] = memory, memory[..., :end, :]
+        return self.rooms[name][1]

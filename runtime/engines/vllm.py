@@ -17,7 +17,7 @@ from pathlib import Path
 
 from runtime.data import pictures_of
 from runtime.distributed import processes
-from runtime.engines import Engine, EngineError, SamplingParams, give, lora_rank_for
+from runtime.engines import Engine, EngineError, SamplingParams, lora_rank_for
 from runtime.engines.server_extension import repack_tied_head
 from runtime.networks import assert_finite, policy_weights
 from runtime.saving.checkpoints import write_adapter
@@ -116,7 +116,7 @@ class VllmEngine(Engine):
         if list(output.prompt_token_ids) != request.context:
             raise EngineError("the engine saw other ids than it was asked about")
         ids, places = list(completion.token_ids), completion.logprobs
-        give(request, (ids, [place[token].logprob for token, place in zip(ids, places)]))
+        request.give((ids, [place[token].logprob for token, place in zip(ids, places)]))
 
     def forget_requests(self) -> None:
         with contextlib.suppress(Exception):  # of an engine that has failed
@@ -141,8 +141,7 @@ class VllmEngine(Engine):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        known = repr(ours)
-        if known not in self.params:
+        if (known := repr(ours)) not in self.params:
             self.params[known] = SamplingParams(
                 **ours.asked(self.stop_ids),
                 logit_bias=dict.fromkeys(self.never, -100.0) or None,  # the most that vLLM takes
@@ -154,16 +153,14 @@ class VllmEngine(Engine):
 
     def prompt(self, context: list[int]) -> dict:
         """A context as vLLM takes it: one image token for each picture, which it expands."""
-        pictures = pictures_of(context)
-        if not pictures:
+        if not (pictures := pictures_of(context)):
             return {"prompt_token_ids": context}
         firsts, pngs = zip(*pictures)
         seen = [i for i, token in enumerate(context) if token != self.image_token or i in firsts]
-        names = [hashlib.sha256(png).hexdigest() for png in pngs]
         return {
             "prompt_token_ids": [context[i] for i in seen],
             "multi_modal_data": {"image": [*map(opened, pngs)]},
-            "multi_modal_uuids": {"image": names},
+            "multi_modal_uuids": {"image": [hashlib.sha256(png).hexdigest() for png in pngs]},
         }
 
     def load(self, model) -> None:
@@ -221,8 +218,7 @@ def multiply_with_one_adapter() -> None:
         expand_slice(inputs, weights, output, indices, 0, min(output.shape[1], weights.shape[-2]))
 
     def expand_slice(inputs, weights, output, indices, start, size, add_inputs=True):
-        product = inputs.to(output.dtype) @ weights[0, 0].T
-        output[:, start : start + size] += product[:, :size]
+        output[:, start : start + size] += (inputs.to(output.dtype) @ weights[0, 0].T)[:, :size]
 
     for each in (lora_ops, punica_cpu):
         each.bgmv_shrink, each.bgmv_expand, each.bgmv_expand_slice = shrink, expand, expand_slice
