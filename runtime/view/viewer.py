@@ -1,6 +1,5 @@
 """view.html: a run as one page that needs nothing from elsewhere. What a model or a world wrote is
-text there: the page's script writes it with textContent alone, and a content security policy
-forbids every other script and every request."""
+text there, written with textContent alone; a policy forbids other scripts and all requests."""
 
 import base64
 import gzip
@@ -110,9 +109,8 @@ def thinned(counts: dict[str, dict[int, int]], most: int) -> tuple[set[int], str
 
 
 def set_of(kind: str, iteration: int, rows: list[dict]) -> dict:
-    """The episodes of an iteration: {kind, iteration, episodes, steps}. steps has columns (their
-    names), texts ({text: its place}) and, for every episode, a list per step: its columns' entries,
-    where texts are places."""
+    """The episodes of an iteration: {kind, iteration, episodes, steps}. steps has columns (names),
+    texts ({text: its place}) and each episode's steps: their entries, with places of texts."""
     columns = [*dict.fromkeys(name for row in rows for step in row["steps"] for name in step)]
     texts: dict[str, int] = {}
 
@@ -162,5 +160,4 @@ def page_of(runs: list[dict], packs: dict[str, str]) -> str:
         "CHUNKS": "\n".join(held),
         "SCRIPT": script,
     }
-    frame = (PAGE / "page.html").read_text()
-    return re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], frame)
+    return re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], (PAGE / "page.html").read_text())

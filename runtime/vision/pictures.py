@@ -1,6 +1,5 @@
 """Pictures: from the PNG that a world shows to what a model sees of it (Qwen2.5-VL). In a sequence
-a picture is a run of image tokens, one for merge x merge patches, whose embeddings the tower makes.
-"""
+a picture is a run of image tokens, one for merge x merge patches, which the tower embeds."""
 
 import functools
 import io
@@ -22,9 +21,8 @@ def never_sampled(config) -> list[int]:
 
 
 class PictureProcessor:
-    """What stands between a PNG and the model's vision tower. image_token: the id that stands for
-    merge x merge patches. features: what a frozen tower made of pictures. Exits with one line that
-    names --model where it sees no pictures."""
+    """Reads PNGs for the model's vision tower. image_token: the id that stands for merge x merge
+    patches. features: what a frozen tower made of them. Exits where --model sees no pictures."""
 
     def __init__(self, path: str, config, model: str, processor=None):
         # it needs no torchvision, and equals the other one where nothing is resized
@@ -37,7 +35,6 @@ class PictureProcessor:
             self.processor = processor or pil.Qwen2VLImageProcessorPil.from_pretrained(path)
         except Exception as error:  # each part of it has its own
             self.refuse(f"no preprocessor_config.json for its pictures ({first_line(error)})")
-
         self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
         tower = config.vision_config
         sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size

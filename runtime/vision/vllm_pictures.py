@@ -40,6 +40,5 @@ def read_without_torchvision() -> None:
 
     model, dummies = family.Qwen2_5_VLForConditionalGeneration, family.Qwen2_5_VLDummyInputsBuilder
     reader = family.Qwen2_5_VLMultiModalProcessor
-    register = MULTIMODAL_REGISTRY.register_processor
-    register(reader, info=PicturesOnly, dummy_inputs=dummies)(model)
+    MULTIMODAL_REGISTRY.register_processor(reader, info=PicturesOnly, dummy_inputs=dummies)(model)
     ModelRegistry.register_model(model.__name__, model)
