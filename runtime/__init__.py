@@ -10,8 +10,7 @@
     checks.py  memory.py                    what cannot work, said before anything is loaded
     models.py  ending.py                    reading --model; ends in one line
 
-The scripts import this package before torch, because threads read their settings when torch begins.
-"""
+The scripts import this package before torch: threads read their settings when torch begins."""
 
 import os
 

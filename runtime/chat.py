@@ -15,7 +15,6 @@ MARK = "\ufdd0"  # a token of a copy of the tokenizer alone: what follows it doe
 
 class Chat:
     """Tokens of prompts, observations and answers; a picture stands before the words beside it.
-
     They are those of the whole template's text: words are tokenised together with what the template
     writes around them, up to its control tokens. A template's token in the environment's words does
     not become control; nothing that was sampled is tokenised again, so past thoughts stay, unless
@@ -92,8 +91,8 @@ class Chat:
         return ids[:place], ids[place + 1 :]
 
     def message(self, before: str, text: str, after: str) -> list[int]:
-        """The words that the template writes before a text, the text, with the picture beside it if
-        it has one (runtime.data.Seen), and what follows until the agent answers."""
+        """The template's words before a text, the text, with its picture if it has one, and what
+        follows until the agent answers."""
         picture = getattr(text, "picture", None)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
         text = (text.strip() if self.trims else text).replace(MARK, "\ufffd")

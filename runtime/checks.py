@@ -105,7 +105,6 @@ def check_model(args, env) -> tuple[str, Any]:
     elif hasattr(config, "vision_config"):
         reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"
         refuse("model", args.model, reason)
-
     longest = config.get_text_config().max_position_embeddings
     if args.max_context_tokens > longest:
         reason = f"--model {args.model} was made for {longest}"

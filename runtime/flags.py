@@ -81,8 +81,7 @@ class Range:
     or_zero: bool = False
 
     def __str__(self) -> str:
-        number = "a whole number" if self.kind is int else "a number"
-        form = ",d" if self.kind is int else "g"
+        number, form = ("a whole number", ",d") if self.kind is int else ("a number", "g")
         zero = "0 or " if self.or_zero else ""
         return f"{zero}{number} from {self.least:{form}} to {self.most:{form}}"
 
@@ -137,9 +136,9 @@ TABLE = {
     Range(int, 0, MOST): """history policy_lora_rank critic_lora_rank prm_lora_rank prm_steps
         save_every num_products saved_pictures min_updates""",
     Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
-        max_context_tokens minibatches eval_every eval_tasks eval_samples keep
-        micro_batch_tokens engine_memory processes prm_replay in_flight crossings guarded needed
-        max_updates demonstrations batch_size episodes""",
+        max_context_tokens minibatches eval_every eval_tasks eval_samples keep micro_batch_tokens
+        engine_memory processes prm_replay in_flight crossings guarded needed max_updates
+        demonstrations batch_size episodes""",
     Range(int, 2, MOST): "group_size",
     Range(int, 0, 2**32 - 1): "seed",
     Range(int, 1, 4): "num_boxes",
@@ -248,7 +247,6 @@ def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
             near = get_close_matches(name, flags, 1)
             meant = f"; perhaps --{near[0].replace('_', '-')}" if near else ""
             sys.exit(f"{shown(word)}: no such flag{meant}; --help names them all")
-
         kind, values = flags[name].kind, [value] if equals else []
         if kind is bool:
             if equals and value.lower() not in ("true", "false"):

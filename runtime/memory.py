@@ -172,8 +172,7 @@ def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
 
 
 def fitting(shape, setting: Setting, memory: float, gpu: bool, longest: int):
-    """(flags, the setting with them) that fit the memory [bytes], one after another; None where
-    all do not. longest: tokens of a sequence."""
+    """(flags, the setting with them) that fit the memory [bytes], or None; longest [tokens]."""
     changes = {"--gradient-checkpointing": dict(recompute=True)}
     changes[f"--micro-batch-tokens {longest}"] = dict(tokens=min(longest, setting.tokens))
     if not setting.lora_rank:
@@ -191,7 +190,6 @@ def setting_of(args, cards: int) -> Setting:
     """What a script's flags say; cards: that share the policy."""
     run_args = args.run_args
     rank = getattr(args, "prm_lora_rank", getattr(args, "critic_lora_rank", 0))
-    copied = hasattr(args, "prm_learning_rate") and not rank
     own_base = 0  # an adapter of iStar's stands on the policy
     if hasattr(args, "critic_lora_rank") or getattr(args, "step_reward", "") == "head":
         own_base = (2 if run_args.dtype == "bfloat16" else 4) if rank else 16
@@ -204,7 +202,7 @@ def setting_of(args, cards: int) -> Setting:
         action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
         lora_rank=args.policy_lora_rank,
         prm_rank=rank,
-        prm_copy=copied,
+        prm_copy=hasattr(args, "prm_learning_rate") and not rank,
         own_base=own_base,
         dtype=run_args.dtype,
         recompute=run_args.gradient_checkpointing,
@@ -217,8 +215,7 @@ def setting_of(args, cards: int) -> Setting:
 def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
     """Warn, before anything is loaded, where a run needs more memory than there is, with flags that
     would fit. card: bytes of the GPU; None: there is none, the machine's memory counts."""
-    shape = shape_of(config)
-    if shape is None:
+    if (shape := shape_of(config)) is None:
         return
     gpu, memory, what = card is not None, card, "this card has"
     if not gpu:  # where vLLM's cache stays while the trainer works
@@ -228,8 +225,7 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
             memory -= args.run_args.engine_memory * GIB
             what = f"beside --engine-memory {what}"
     setting = setting_of(args, cards)
-    need = needed(shape, setting, gpu)
-    if need <= memory:
+    if (need := needed(shape, setting, gpu)) <= memory:
         return
     parts = predict(shape, setting, gpu).items()
     listed = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts if part >= GIB / 10)

@@ -31,9 +31,7 @@ def check_directory(path: Path) -> None:
         raise ModelError("an adapter alone: merge it into its base model (peft's merge_and_unload)")
     for file in [*path.glob("*_config.json"), *path.glob("tokenizer.json")]:
         read_object(file)
-
-    config = read_object(path / "config.json")
-    if config.get("quantization_config"):
+    if read_object(path / "config.json").get("quantization_config"):
         raise ModelError("config.json: quantised weights do not train; take the model in bfloat16")
     check_headers(path)
 
@@ -70,13 +68,11 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
     import transformers
 
     transformers.logging.set_verbosity_error()  # its table of missing weights is a line of ours
+    reading |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, found = getattr(transformers, kind).from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **reading
-        )
+        model, found = getattr(transformers, kind).from_pretrained(path, **reading)
     except Exception as error:  # each part of it has its own
         raise ModelError(first_line(error)) from error
-
     if other := sorted(found["mismatched_keys"]):
         name, there, here = other[0]
         raise ModelError(f"the weight {name} has another shape, {tuple(there)}, than {tuple(here)}")
@@ -143,22 +139,19 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     """The layout of a conversation, in a run with its template_options; or ModelError. Where no
     token ends an answer, the template's mark does; a template with another end is told."""
     if not tokenizer.chat_template:
-        raise ModelError(
-            "no chat template (chat_template.jinja): add one, or take an instruct model"
-        )
+        advice = "add one, or take an instruct model"
+        raise ModelError(f"no chat template (chat_template.jinja): {advice}")
     options = template_options(run, tokenizer) if run else {}
     try:
         chat = Chat(tokenizer, stop_ids, processor, options)
     except Exception as error:  # a template is a program, and may do anything
-        unusable = f"its chat template cannot be used ({first_line(error)})"
+        why = f"its chat template cannot be used ({first_line(error)})"
         if type(error).__name__ == "TemplateError":  # it has refused the messages
-            needs = "takes user and assistant in turn, without a system message"
-            unusable += f"; edit it so that it {needs}"
-        raise ModelError(unusable) from error
+            why += "; edit it so that it takes user and assistant in turn, without a system message"
+        raise ModelError(why) from error
     if run:
         chat.drops_thoughts = run.args.run_args.drop_thoughts
         chat.most = run.args.max_context_tokens
-
     added = set(tokenizer.get_added_vocab().values())
     marks = [token for token in chat.between if token in added]
     mark = tokenizer.convert_ids_to_tokens(marks[0]) if marks else "no token"

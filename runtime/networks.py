@@ -62,7 +62,6 @@ def add_adapter(model, name: str, lora):
 
 class Network:
     """What computes log-probabilities with some weights, and the optimiser that trains them.
-
     name: the network's in checkpoints, and its adapter's if it has one. adapters: of those on the
     model, these compute. trained: the parameters that are its own."""
 
@@ -82,8 +81,7 @@ class Network:
         of its own (a peft LoraConfig), which alone it trains."""
         if lora is None:
             sys.exit(f"--{name}-lora-rank 0: it trains an adapter, so its rank is at least 1")
-        model = add_adapter(self.model, name, lora)
-        return Network(name, model, (*self.adapters, name))
+        return Network(name, add_adapter(self.model, name, lora), (*self.adapters, name))
 
     def copy(self, name: str) -> "Network":
         """A network that starts as this one and goes its own way: of a LoRA policy its adapter."""
@@ -129,7 +127,6 @@ class Network:
         model = self.activate()
         ids = micro.ids.to(model.device)
         is_action = micro.is_action[:, 1:].to(model.device)  # position t predicts token t + 1
-
         # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
         bfloat16 = args.run_args.dtype == "bfloat16" and not fsdp.is_sharded(plain(model))
 
@@ -152,7 +149,6 @@ class Network:
 
 def action_logprobs(network: Network, micro, args) -> torch.Tensor:
     """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k].
-
     The softmax is float32, and of the whole vocabulary but the tokens of pictures and films, which
     the engine never samples either. The head runs at these tokens only, never on [T, vocabulary].
     Of many it takes LOGITS logits at a time, and computes them again in the backward pass."""
@@ -246,11 +242,10 @@ def recompute_layers(models: list) -> bool:
 
 
 def computed_again(forward, *inputs, **options):
-    """forward(*inputs, **options), whose graph keeps the inputs alone."""
+    """forward(*inputs, **options), whose graph keeps the inputs alone. No layer draws at random."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    saving = dict(use_reentrant=False, preserve_rng_state=False)  # no layer draws at random
-    return checkpoint(forward, *inputs, **saving, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def policy_weights(model):

@@ -65,8 +65,7 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
 async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list[Trajectory]:
     """The trajectories of these tasks, without those whose world raised. Raises EngineError."""
     bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
-    begun, firsts = {}, {}  # {task: its first episode}
-    won = []
+    begun, won, firsts = {}, [], {}  # firsts: {task: its first episode}
 
     async def one(task: int) -> Trajectory | None:
         try:

@@ -100,7 +100,6 @@ class Run:
             if run_args.engine_url:
                 refuse("engine_url", " ".join(run_args.engine_url), str(error))
             refuse("engine", self.engine_kind, f"{error}; --engine hf needs nothing more")
-
         if lora is not None:
             model = add_adapter(model, "policy", lora)
         self.policy_model = model if fsdp.wanted() else model.to(self.device)
@@ -185,8 +184,8 @@ class Run:
             self.panel = trajectories
         else:
             sampled = sum(step >= 0 for t in trajectories for step in t.step_ids)
-            trained = sum(len(t.token_ids) for t in trajectories)
-            self.row |= {"tokens/rollout": sampled, "tokens/trained": trained}
+            self.row["tokens/rollout"] = sampled
+            self.row["tokens/trained"] = sum(len(t.token_ids) for t in trajectories)
 
     def save(self, trajectories: list = (), **columns: torch.Tensor) -> None:
         """Write the iteration's row, its episodes, whose steps get their entry of every column [S],

@@ -1,7 +1,6 @@
 """The door through which everything comes that a world returns (envs/README.md): numbers of numpy
 and torch become Python's, a field of the wrong type ends the run with one line, and a world that
-raises costs its own episode (WorldFault).
-"""
+raises costs its own episode (WorldFault)."""
 
 import asyncio
 import copy
@@ -130,13 +129,11 @@ class Episode:
         """(reward, success, score) of a conversation that ends here."""
         with self.door.guarded():
             reward, success, score = await self.own.leave()
-        door = self.door
-        told = door.number("reward", reward), door.truth("success", success)
-        return *told, door.number("score", score)
+        number, truth = self.door.number, self.door.truth
+        return number("reward", reward), truth("success", success), number("score", score)
 
     def step(self, text: str) -> "Told":
-        """(observation, reward, done, info) of an answer, which may be awaited too; of a world that
-        waits it has to be."""
+        """(observation, reward, done, info) of an answer, awaited if the world waits."""
         with self.door.guarded():
             result = self.own.step(text)
         return Told(self, result)
@@ -177,8 +174,7 @@ class Episode:
 
 
 class Told:
-    """A step's result, for scripts that await it and for those that do not, which end with one line
-    where the world waits."""
+    """A step's result, which may be awaited; exits if it is not where the world waits."""
 
     def __init__(self, episode: Episode, result):
         self.episode, self.waits = episode, inspect.isawaitable(result)
@@ -274,8 +270,7 @@ def opened(env, task) -> Episode:
 
 
 def asked(env, name: str, default, *given):
-    """An attribute of the world, or what this method of it returns, or the default; exits with one
-    line where it raises."""
+    """An attribute of the world, what its method returns, or the default; exits if it raises."""
     called = f"({', '.join(map(str, given))})" if name in ("together", "summary") else ""
     try:
         found = getattr(env, name, default)
