@@ -253,7 +253,7 @@ def settings(**changes) -> SimpleNamespace:
     defaults = dict(temperature=1.0, max_grad_norm=1e9, minibatches=1, clip=0.2, ratio="step")
     defaults |= dict(beta=0.05, prm_ridge=0.0, pair_margin=0.0, engine_cap=2.0, as_published=())
     defaults |= dict(max_action_tokens=8, max_context_tokens=1024, history=0, seed=1)
-    defaults |= dict(policy_lora_rank=0)
+    defaults |= dict(policy_lora_rank=0, step_reward="implicit")
     return SimpleNamespace(run_args=SimpleNamespace(**run_args), **defaults | changes)
 
 

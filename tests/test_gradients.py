@@ -770,7 +770,8 @@ def test_the_gradient_of_a_head_equals_autograd_for_any_micro_batch(history, tmp
     module, policy = load("istar_webshop_ablations"), network(random_model(0))
     random_model(0).save_pretrained(tmp_path)
     prm = captured(moved(Network("prm", module.reward_model(str(tmp_path), 4)), scale=0.3))
-    trajectories, args = random_trajectories(history=history), settings(prm_ridge=0.1)
+    trajectories = random_trajectories(history=history)
+    args = settings(prm_ridge=0.1, step_reward="head")
     batch = flatten(trajectories)
     rewards = [[step[-1] for step in steps] for steps in plain_values(prm.model, trajectories)]
     ours = module.head_rewards(prm, batch, args)

@@ -217,7 +217,7 @@ def assert_whole(run, script, iterations=2):
             told |= {"picture"} if environment(script).startswith("visual") else set()
             assert step.keys() >= told and step["observation"]
             assert all(isinstance(step[key], float) for key in ["advantage", *columns])
-    if script in STARTED:  # the others are played without it, see run_main
+    if script in STARTED and run.name.startswith("first"):  # others have none, see run_main
         assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     policy, tokenizer = (
         read_model(run / "policy"),
