@@ -65,11 +65,6 @@ UNITS["crossings"] = UNITS["sotopia"]
 WORLDS = {
     "crossings": "Crossings",
     "sokoban": "Sokoban",
-}
-UNITS["crossings"] = UNITS["sotopia"]
-WORLDS = {
-    "crossings": "Crossings",
-    "sokoban": "Sokoban",
     "visual_sokoban": "VisualSokoban",
     "webshop": "WebShop",
     "sotopia": "Sotopia",

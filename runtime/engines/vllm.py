@@ -132,7 +132,8 @@ class VllmEngine(Engine):
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
-        self.start()
+        with torch.random.fork_rng():  # it seeds the process's generator
+            self.start()
         self.load(self.model)
         self.asked, self.owed = [*self.owed.values(), *self.asked], {}
 

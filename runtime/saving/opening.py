@@ -87,8 +87,11 @@ def open_run(run, hashes: dict[str, str]) -> None:
             if now[what] != then.get(what):
                 terminal.warn(f"--resume {path}: {file} was edited since this run last started")
     made = [each for each in (path, path / "checkpoints") if not each.exists()]
-    (path / "checkpoints").mkdir(parents=True, exist_ok=True)
-    run.lock, run.path = lock(path), path
+    try:
+        (path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        run.lock, run.path = lock(path), path
+    except OSError as error:
+        sys.exit(f"{error.filename or path}: {error.strerror}")
     run.began = [] if resume else made  # unmade again where nothing begins
     wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
     run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]
