@@ -219,7 +219,7 @@ class Run:
             done, left = self.iteration - first, self.args.iterations - self.iteration
             pace = (time.perf_counter() - begun) / done if done else 0.0  # seconds an iteration
             report.show(self.row, pace * left or None)
-            if self.panel or self.iteration == self.args.iterations:
+            if self.panel:
                 report.draw_curve(self.rows, self.path)
         if self.iteration:
             kept = self.rows, self.networks, self.tokenizer, self.args, self.lists
