@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from test_processes import launch, rows
 from test_requirements import pins
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not find_spec("vllm"), reason="no vllm")]
+pytestmark = pytest.mark.gpu
+vllm = pytest.mark.skipif(not find_spec("vllm"), reason="no vllm")  # the others need the trainer
 WORKER = str(ROOT / "tests" / "on_card.py")
 QWEN = {  # of Qwen2.5: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
@@ -33,7 +34,7 @@ QWEN = {  # of Qwen2.5: hidden, intermediate, layers, heads, key-value heads, vo
     "stand-in": (256, 512, 2, 4, 2, 4096, True),
 }
 ENVIRONMENT = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-DRIVER = 580.65  # CUDA 13.0's
+DRIVER = "580.65.06"  # CUDA 13.0's
 SMALL = "--tasks-per-iteration 4 --group-size 4 --max-steps 4 --eval-tasks 4 --eval-samples 1"
 SMALL += " --eval-every 9 --seed 5 --engine-gpu-share 0.3"
 LONG = "--max-context-tokens 2048 --max-action-tokens 16"  # its tokens are bytes
@@ -66,8 +67,8 @@ def two(cards):
 
 
 @pytest.fixture
-def figure(record_property):
-    """figure(name, value, low, high): tell it; whether it is in its bounds."""
+def figure(record_property, capsys):
+    """figure(name, value, low, high): tell it at once; whether it is in its bounds."""
 
     def tell(name: str, value, low=None, high=None) -> bool:
         numbers = isinstance(value, float) and not isinstance(value, bool)
@@ -76,7 +77,8 @@ def figure(record_property):
         if bound and (low is None or high is None):
             bound = f"{'at most' if low is None else 'at least'} {bound}"
         holds = (low is None or value >= low) and (high is None or value <= high)
-        print(f"{name}: {shown} ({bound or 'told'})")
+        with capsys.disabled():  # a run that is stopped has told what it measured
+            print(f"\n{name}: {shown} ({bound or 'told'})", end="", flush=True)
         record_property("figure", [name, shown, bound, holds])
         return holds
 
@@ -122,6 +124,8 @@ class Found(dict):
 @pytest.fixture(scope="session")
 def engine(model, cards):
     """engine(dtype): all that one engine told in this precision, which is asked once."""
+    if not find_spec("vllm"):
+        pytest.skip("no vllm")
     found = {}
 
     def ask(dtype: str) -> Found:
@@ -139,6 +143,12 @@ def engine(model, cards):
 # ------------ versions ------------
 
 
+def version_of(name: str) -> list[int]:
+
+    return [int(part) for part in name.split(".")]
+
+
+@vllm
 def test_versions(figure, engine, cards):
     """Those of the pins."""
     kind = "" if cards else "-cpu"
@@ -150,7 +160,8 @@ def test_versions(figure, engine, cards):
     if cards:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
-        held &= figure("driver", float(".".join(driver.split(".")[:2])), low=DRIVER)
+        figure("driver", driver)
+        held &= figure(f"it is {DRIVER} or later", version_of(driver) >= version_of(DRIVER), low=1)
         card = torch.cuda.get_device_properties(0)
         figure("cards", f"{cards} x {card.name}, {card.total_memory / 2**30:.0f} GiB")
         held &= figure("compute capability", card.major + card.minor / 10, low=8.0)
@@ -230,6 +241,7 @@ def test_weight_sync(engine, figure):
         assert figure(f"{dtype}, load after sleep [s]", engine(dtype)["load"], high=10)
 
 
+@vllm
 def test_lora_in_the_process(model, figure):
     """Updates that are small beside a weight reach what is sampled. A small random model does not
     tell an adapter from a merged one, whose share is nearly as large: a card's or a trained one
@@ -263,6 +275,7 @@ def test_speed_of_an_update(large, figure):
     assert figure("update, 1.5B, share of it", found["share"], low=0.35)
 
 
+@vllm
 def test_speed_of_decoding(large, figure):
     rate = measured("decode", path=large)["decode"]
     assert figure("decode, 1.5B, 64 sequences [tokens/s]", rate, low=3000)
@@ -283,6 +296,7 @@ def ended(process: subprocess.Popen, home, name: str) -> None:
     assert process.wait(timeout=400) == 0, (home / f"{name}.log").read_text()[-4000:]
 
 
+@vllm
 def test_a_script_trains(model, figure, tmp_path):
     flags = ["--model", model, *LONG.split(), "--dtype", "bfloat16", "--engine", "vllm"]
     flags += ["--iterations", "2"]
@@ -319,6 +333,7 @@ def test_kill_and_resume(model, cards, figure, tmp_path):
     assert figure(f"tensors of {len(one)} that differ", away, high=0)
 
 
+@vllm
 def test_a_model_that_sees(figure, tmp_path):
     """The tiny Qwen2.5-VL, in the trainer and in vLLM, with torchvision if it is installed."""
     flags = ["--iterations", "1", "--engine", "vllm", "--max-action-tokens", "24"]
