@@ -16,12 +16,11 @@ MOST_EPISODES = 1_000_000  # side by side
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def check(args, env) -> tuple[str, Any]:
-    """The directory (or hub name) of --model, and its configuration; exits with one line that names
-    the flag where arguments cannot work. Nothing is loaded but the model's configuration."""
-    check_world(env)
-    run_args = args.run_args
-    panel_of(args, env)
+def check(args, env) -> tuple[str, Any, Any, list[int]]:
+    """The directory (or hub name) of --model, its configuration, the world that evaluates and its
+    panel; exits with one line that names the flag where arguments cannot work."""
+    eval_env, run_args = check_world(env), args.run_args
+    panel = panel_of(args, eval_env)
     if args.tasks_per_iteration > len(env.train_tasks):
         reason = f"{env.name} has {len(env.train_tasks)} training tasks"
         refuse("tasks_per_iteration", args.tasks_per_iteration, reason)
@@ -47,14 +46,14 @@ def check(args, env) -> tuple[str, Any]:
     if run_args.engine == "vllm" and not run_args.engine_url and not find_spec("vllm"):
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
     check_writable("runs_dir", run_args.runs_dir)
-    return check_model(args, env)
+    return *check_model(args, eval_env, panel), eval_env, panel
 
 
 def panel_of(args, env) -> list[int]:
     """The tasks that evaluate; exits with one line where the world has none, or too few."""
-    world, given = getattr(env, "eval_env", None) or env, args.run_args
+    given = args.run_args
     name = "eval_tasks" if given.eval_set == "panel" else "validation_tasks"
-    if (tasks := getattr(world, name, None)) is None:
+    if (tasks := getattr(env, name, None)) is None:
         refuse("eval_set", given.eval_set, f"{env.name} has no {name} (envs/README.md)")
     if given.eval_tasks > len(tasks):
         reason = f"the {given.eval_set} of {env.name} has {len(tasks)}"
@@ -86,7 +85,7 @@ def check_writable(flag: str, directory: str) -> None:
         refuse(flag, directory, f"cannot be written ({error.strerror})")
 
 
-def check_model(args, env) -> tuple[str, Any]:
+def check_model(args, env, panel: list[int]) -> tuple[str, Any]:
     """The directory or hub name of --model, whose files were looked at, and its configuration."""
     places = Path(args.model), ROOT / args.model
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
@@ -100,7 +99,7 @@ def check_model(args, env) -> tuple[str, Any]:
     if getattr(env, "shows_pictures", False):  # refused where it does not see one as it is
         from runtime.vision.pictures import PictureProcessor
 
-        picture = opened(env, env.eval_tasks[0]).prompt.picture
+        picture = opened(env, panel[0]).prompt.picture
         PictureProcessor(path, config, args.model).patches(picture)
     elif hasattr(config, "vision_config"):
         reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"

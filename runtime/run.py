@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from runtime import models
-from runtime.checks import check, panel_of
+from runtime.checks import check
 from runtime.distributed import fsdp, processes
 from runtime.ending import current, ends_cleanly
 from runtime.engines import EngineError
@@ -37,7 +37,7 @@ class Run:
 
     def __init__(self, args, env):
         self.args, self.env = args, env
-        self.model_path, config = check(args, env)
+        self.model_path, config, self.eval_env, panel = check(args, env)
         self.device = processes.start(args)
         terminal.begin(args.run_args.quiet)
         cards, card = processes.count() if fsdp.wanted() else 1, None
@@ -45,8 +45,7 @@ class Run:
             card = torch.cuda.get_device_properties(self.device).total_memory
         tell_if_too_much(config, args, cards, card)
         self.script, samples = Path(sys.argv[0]).stem, args.run_args.eval_samples
-        self.eval_env = getattr(env, "eval_env", None) or env
-        self.eval_tasks = [t for t in panel_of(args, env) for _ in range(samples)]
+        self.eval_tasks = [task for task in panel for _ in range(samples)]
         self.rows, self.row, self.networks, self.lists = [], {}, [], {}
         self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included

@@ -238,7 +238,7 @@ def test_a_process_with_another_flag_is_refused_by_all(flag, monkeypatch, tmp_pa
     args = load("istar_sokoban").Args(model=str(ROOT / "models" / "tiny-sokoban"))
     env = SimpleNamespace(train_tasks=[3, 4])
     run = SimpleNamespace(args=args, env=env, model_path=args.model, eval_tasks=[1, 2])
-    monkeypatch.setattr(opening, "hash_of_panel", lambda args, env: "")
+    monkeypatch.setattr(opening, "hash_of_panel", lambda run: "")
     first = {**flags_of(args)}[flag]
 
     def told(of_this_process):
@@ -270,7 +270,8 @@ def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch, tmp_p
     script, told = load("istar_sokoban"), []
     model = shutil.copytree(ROOT / "models" / "tiny-sokoban", tmp_path / "model")
     args, env = script.Args(model=str(model)), script.Sokoban()
-    run = SimpleNamespace(args=args, env=env, model_path=args.model, eval_tasks=[1, 2])
+    run = SimpleNamespace(args=args, env=env, eval_env=env, model_path=args.model)
+    run.eval_tasks = [1, 1, 2, 2]
     monkeypatch.setattr(processes, "count", lambda: 2)
     monkeypatch.setattr(processes, "gather", lambda own: [*told, *own, *own][:2])
     opening.refuse_other_ranks(run)

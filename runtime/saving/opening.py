@@ -13,7 +13,6 @@ from datetime import datetime
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from runtime.checks import panel_of
 from runtime.distributed import processes
 from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in
@@ -191,20 +190,18 @@ def sources_of(env) -> dict[str, str]:
     return {what: file for file, what in files.items() if os.path.isfile(file)}
 
 
-def hash_of_panel(args, env) -> str:
+def hash_of_panel(run) -> str:
     """SHA-256 of the prompts and pictures of the tasks that evaluate."""
-    later = {"delay": 3, "leave": False, "disable": None}  # [s] most panels are there at once
-    eval_env, panel = getattr(env, "eval_env", None) or env, []
-    for task in tqdm(panel_of(args, env), "panel", **later):
-        seen = opened(eval_env, task).prompt
+    later, panel = {"delay": 3, "leave": False, "disable": None}, []  # [s] most are there at once
+    for task in tqdm(dict.fromkeys(run.eval_tasks), "panel", **later):
+        seen = opened(run.eval_env, task).prompt
         panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
     return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def hashes_of(run) -> dict[str, str]:
     """SHA-256 of the model's files, of the panel's prompts and pictures, of script and world."""
-    hashes = {"model": hash_files(Path(run.model_path))}
-    hashes["panel"] = hash_of_panel(run.args, run.env)
+    hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
     return hashes | {what: hash_file(Path(file)) for what, file in sources_of(run.env).items()}
 
 

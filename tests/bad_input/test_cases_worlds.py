@@ -153,7 +153,8 @@ SETS = {  # what the world has: (what is named, what was found or is expected)
     "name = property(lambda self: 1 / 0)": ("World: name raised ZeroDivisionError",),
     "def __getattr__(self, name): raise KeyError(name)": ("eval_env raised KeyError: 'eval_env'",),
     "def __getattr__(self, name): return None": ("measures is NoneType None",),
-    "eval_env = 'x'": ("str: eval_tasks is NoneType", SEQUENCE),
+    "eval_env = 'x'": ("str: name is NoneType", "a str of one line"),
+    "eval_env = SimpleNamespace(eval_tasks=range(9))": ("SimpleNamespace: name is NoneType",),
     "train_tasks = []": ("--tasks-per-iteration 2", "has 0 training tasks"),
     "eval_tasks = range(1)": ("--eval-tasks 2", "has 1"),
 }
@@ -187,10 +188,11 @@ def test_a_world_without_validation_tasks(line, tmp_path):
 )
 def test_sets_of_tasks_that_share_none_are_taken(line, tmp_path):
     world = world_with(tmp_path, world=line)
-    check_world(world)
+    evaluates = check_world(world)
+    assert evaluates is (getattr(world, "eval_env", None) or world)
     run_args = SimpleNamespace(eval_set="panel", eval_tasks=2)
-    panel = [*(getattr(world, "eval_env", None) or world).eval_tasks][:2]
-    assert panel_of(SimpleNamespace(run_args=run_args), world) == panel
+    panel = panel_of(SimpleNamespace(run_args=run_args), evaluates)
+    assert panel == [*evaluates.eval_tasks][:2]
 
 
 FROM_ARGS = """@classmethod
