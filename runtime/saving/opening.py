@@ -35,8 +35,10 @@ TOLD = {  # hashes of run.json: what they are of
 
 
 def refuse_other_ranks(run) -> dict[str, str]:
-    """This process's hashes_of; exits where one was started otherwise than the first."""
-    hashes = hashes_of(run)
+    """SHA-256 of the model's files, of the panel's prompts and pictures, of script and world; exits
+    where another process was started otherwise than the first."""
+    hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
+    hashes |= {what: hash_file(Path(file)) for what, file in sources_of(run.env).items()}
     if processes.count() == 1:
         return hashes
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
@@ -197,12 +199,6 @@ def hash_of_panel(run) -> str:
         seen = opened(run.eval_env, task).prompt
         panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
     return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()
-
-
-def hashes_of(run) -> dict[str, str]:
-    """SHA-256 of the model's files, of the panel's prompts and pictures, of script and world."""
-    hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
-    return hashes | {what: hash_file(Path(file)) for what, file in sources_of(run.env).items()}
 
 
 def provenance(args, env, hashes: dict[str, str]) -> dict:
