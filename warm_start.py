@@ -37,7 +37,7 @@ from runtime.models import ModelError, read_causal_model, read_seeing_model, rea
 from runtime.networks import Network, action_logprobs
 from runtime.rollout import Stage, rollout
 from runtime.view.report import describe
-from runtime.vision.pictures import PictureProcessor, shows_pictures
+from runtime.vision.pictures import PictureProcessor
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -394,7 +394,7 @@ def main():
     world = import_module(f"envs.{args.environment}")
     env = getattr(world, WORLDS[args.environment])(max_steps=args.max_steps)
     demonstrations = demonstrate(env, world.expert, args)
-    seeing = shows_pictures(env)
+    seeing = getattr(env, "shows_pictures", False)
 
     if args.model:
         reading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}

@@ -96,8 +96,7 @@ class Trajectory:
 
     @property
     def score(self) -> float:
-        """How well the episode went, 0 to 1, by its last step."""
-        return self.steps[-1].score if self.steps else 0.0
+        return self.steps[-1].score if self.steps else 0.0  # how well it went, 0 to 1
 
 
 class Sequence(NamedTuple):

@@ -24,8 +24,7 @@ def usual_dtype() -> str:
 
 @dataclass
 class RunArgs:
-    """Flags of a run. What is learnt depends on none, but for --dtype's precision, and for prompts
-    and contexts."""
+    """Flags of a run. Only precision, prompts and contexts among them bear on what is learnt."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""

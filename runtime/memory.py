@@ -31,8 +31,7 @@ class Shape:
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of a layer's seven."""
-        h, i, q, k = self.hidden, self.inner, self.queries, self.keys
+        h, i, q, k = self.hidden, self.inner, self.queries, self.keys  # (inputs, outputs) of seven
         return [(h, q), (h, k), (h, k), (q, h), (h, i), (h, i), (i, h)]
 
     @property
@@ -49,8 +48,7 @@ class Shape:
 
     @property
     def adapter(self) -> int:
-        """Weights of a LoRA adapter of rank 1."""
-        return self.layers * sum(a + b for a, b in self.matrices)
+        return self.layers * sum(a + b for a, b in self.matrices)  # weights, of LoRA's rank 1
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,7 @@ class Setting:
 
     @property
     def number(self) -> int:
-        """Bytes of a number in matrix products."""
-        return 2 if self.dtype == "bfloat16" else 4
+        return 2 if self.dtype == "bfloat16" else 4  # bytes of one in matrix products
 
 
 def shape_of(config) -> Shape | None:

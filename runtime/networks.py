@@ -73,8 +73,7 @@ class Network:
 
     @property
     def plain(self):
-        """The transformers model itself, which other networks may share."""
-        return plain(self.model)
+        return plain(self.model)  # transformers' own, which other networks may share
 
     def with_adapter(self, name: str, lora) -> "Network":
         """A network that computes with these weights, as they are at any time, plus a LoRA adapter

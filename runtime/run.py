@@ -20,7 +20,6 @@ from runtime.saving.checkpoints import export_policy, load_checkpoint, save_chec
 from runtime.saving.files import append, to_json, write_json
 from runtime.saving.opening import open_run, peak_memory, refuse_other_ranks
 from runtime.view import report, stuck, terminal
-from runtime.vision.pictures import shows_pictures
 
 import numpy as np
 import torch
@@ -107,7 +106,7 @@ class Run:
     def read_model(self, whole: bool):
         """--model's network: what trains as a whole is float32, what is frozen has --dtype."""
         reading = self.reading | ({"dtype": torch.float32} if whole else {})
-        if not shows_pictures(self.env):
+        if not getattr(self.env, "shows_pictures", False):
             return models.read_causal_model(self.model_path, **reading)
         model = models.read_seeing_model(self.model_path, self.args.model, reading)
         if self.args.world.freeze_vision:
@@ -202,7 +201,7 @@ class Run:
         self.rows.append(self.row)
         if processes.rank() == 0:
             pictures = {}
-            if shows_pictures(self.env):
+            if getattr(self.env, "shows_pictures", False):
                 most = self.args.world.saved_pictures
                 pictures = report.save_pictures(trajectories, self.path, most)
                 pictures |= report.save_pictures(self.panel, self.path, most // 2)

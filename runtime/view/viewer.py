@@ -1,7 +1,6 @@
 """view.html: a run as one page that needs nothing from elsewhere. What a model or a world wrote is
 text there, written with textContent alone; a policy forbids other scripts and all requests."""
 
-import base64
 import gzip
 import hashlib
 import html
@@ -9,6 +8,7 @@ import json
 import math
 import re
 import sys
+from base64 import b64encode
 from collections import Counter
 from pathlib import Path
 
@@ -37,10 +37,10 @@ def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> P
     for number, (path, kept) in enumerate(chunks):
         steps, kept["chunk"] = kept.pop("steps"), number
         plain = json.dumps(steps | {"texts": [*steps["texts"]]}, separators=(",", ":")).encode()
-        packs[f"chunk-{number}"] = base64_of(gzip.compress(plain, 5, mtime=0))
+        packs[f"chunk-{number}"] = b64encode(gzip.compress(plain, 5, mtime=0)).decode()
         for named in map(PICTURE.fullmatch, steps["texts"]):
             if named and (path / named[0]).is_file():
-                packs[f"picture-{named[1]}"] = base64_of((path / named[0]).read_bytes())
+                packs[f"picture-{named[1]}"] = b64encode((path / named[0]).read_bytes()).decode()
     replace_file(out, page_of(read, packs))
     return out
 
@@ -141,15 +141,12 @@ def scales_of(steps: list[dict]) -> dict[str, float]:
     return {name: float(np.quantile(values, WITHIN)) for name, values in of.items() if values}
 
 
-def base64_of(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")
-
-
 def page_of(runs: list[dict], packs: dict[str, str]) -> str:
     """The page's text. packs: {id of an element: what it holds}."""
     held = [f'<script type="text/plain" id="{id}">{text}</script>' for id, text in packs.items()]
     style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
-    hashes = {text: base64_of(hashlib.sha256(text.encode()).digest()) for text in (style, script)}
+    sums = {text: hashlib.sha256(text.encode()).digest() for text in (style, script)}
+    hashes = {text: b64encode(digest).decode() for text, digest in sums.items()}
     data = to_json({"runs": runs, "within": WITHIN}, separators=(",", ":"))
     parts = {
         "TITLE": html.escape(" against ".join(run["name"] for run in runs)),

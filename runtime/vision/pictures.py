@@ -68,10 +68,6 @@ class PictureProcessor:
         return torch.tensor([[1, *(n * self.merge for n in self.patches(png)[1])] for png in pngs])
 
 
-def shows_pictures(env) -> bool:
-    return getattr(env, "shows_pictures", False)
-
-
 def has_frozen_tower(causal) -> bool:
     """Whether the model has a vision tower of which nothing is trained (--freeze-vision)."""
     tower = getattr(causal.base_model, "visual", None)
