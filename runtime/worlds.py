@@ -9,6 +9,7 @@ import math
 import os
 import reprlib
 import sys
+import types
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
@@ -66,8 +67,9 @@ class Door:
         """Tell the world that its episode is not played on, where it wants to know."""
         if self.episode and hasattr(self.episode.own, "close"):
             with self.guarded():
-                if inspect.isawaitable(closed := self.episode.own.close()):
-                    await closed
+                closed = self.episode.own.close()
+            if inspect.isawaitable(closed):
+                await self.waited(closed)
 
     @contextmanager
     def guarded(self):
@@ -90,6 +92,22 @@ class Door:
                 if (found := read()) != was:
                     OURS[read](was)
                     self.require(False, f"{read.__name__}()", found, f"{was}, as before")
+
+    @types.coroutine
+    def waited(self, awaitable):
+        """What the world's awaitable returns; guarded while it runs, not while others do."""
+        own = thrown = None
+        while True:
+            with self.guarded():
+                try:
+                    own = own or awaitable.__await__()
+                    awaited = own.throw(thrown) if thrown else next(own)
+                except StopIteration as end:
+                    return end.value
+            try:
+                thrown = yield awaited
+            except BaseException as error:
+                thrown = error
 
     def require(self, is_right: bool, field: str, found, expected: str) -> None:
         """End the run where a field of what the world returned is not what it has to be."""
@@ -122,13 +140,16 @@ class Episode:
     async def opening(self) -> Seen:
         """The first user message of a conversation, once the other side has opened it."""
         with self.door.guarded():
-            words = await self.own.opening()
-        return self.seen("opening", words)
+            words = self.own.opening()
+        return self.seen("opening", await self.door.waited(words))
 
     async def leave(self) -> tuple[float, bool, float]:
         """(reward, success, score) of a conversation that ends here."""
         with self.door.guarded():
-            reward, success, score = await self.own.leave()
+            found = self.own.leave()
+        found = await self.door.waited(found)
+        with self.door.guarded():
+            reward, success, score = found
         number, truth = self.door.number, self.door.truth
         return number("reward", reward), truth("success", success), number("score", score)
 
@@ -183,9 +204,7 @@ class Told:
     def __await__(self):
         if not self.waits:
             return self.result
-        with self.episode.door.guarded():
-            result = yield from self.result.__await__()
-        return self.episode.checked(result)
+        return self.episode.checked((yield from self.episode.door.waited(self.result)))
 
     def __iter__(self):
         if self.waits and hasattr(self.result, "close"):

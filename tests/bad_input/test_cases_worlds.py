@@ -20,7 +20,7 @@ from runtime.saving.files import rows_of
 from runtime.view.report import describe, episode_lines
 from runtime.view.stuck import cut_answers, tell_if_stuck
 from runtime.view.viewer import read_run
-from runtime.worlds import OURS, Door, check_world
+from runtime.worlds import OURS, Door, WorldFault, check_world
 
 import pytest
 import torch
@@ -447,6 +447,75 @@ def test_a_step_that_waits_is_awaited_or_named(tmp_path, recwarn):
 
 async def wait_for(step):
     return await step
+
+
+WAITS = "async def told():\n    {}\n    return observation, reward, done, info\nreturn told()"
+
+
+def side_by_side(world, beside, tasks=(5, 6)) -> list:
+    """What steps that wait return or raise, awaited beside a coroutine of the engine's."""
+
+    async def all_of():
+        steps = [wait_for(Door(world, task).reset(task).step("go")) for task in tasks]
+        *found, _ = await asyncio.gather(*steps, beside, return_exceptions=True)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:  # a SystemExit in a task would end the loop
+        patch.setattr("runtime.worlds.sys.exit", lambda said: (_ for _ in ()).throw(OSError(said)))
+        return asyncio.run(all_of())
+
+
+async def computes():
+    """As an engine that computes while the worlds wait, and in between waits itself."""
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.bfloat16)
+    await asyncio.sleep(0.02)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_world_that_waits_is_not_blamed_for_what_others_do(tmp_path):
+    """Neither for the engine's doing nor for another world's: each while it runs."""
+    world = world_with(tmp_path, step=WAITS.format("await asyncio.sleep(0.01)"))
+    assert [found[0] for found in side_by_side(world, computes())] == ["on", "on"]
+    ours = "if self.task == 5: torch.set_grad_enabled(False)"
+    for lines in (f"{ours}\n    await asyncio.sleep(0)", f"await asyncio.sleep(0.01)\n    {ours}"):
+        world = world_with(tmp_path, step=WAITS.format(lines))
+        first, second = side_by_side(world, asyncio.sleep(0.02))
+        assert str(first).startswith("tiny world: task 5: is_grad_enabled() is bool False")
+        assert second[0] == "on" and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise OSError('it broke')",
+        "await asyncio.sleep(0); raise OSError('it broke')",
+        "await asyncio.to_thread(open, '/nowhere')",
+        "await asyncio.wait_for(asyncio.sleep(9), 0.01)",
+        "f = asyncio.get_running_loop().create_future(); f.cancel(); await f",
+    ],
+)
+def test_a_step_that_waits_and_raises(line, tmp_path):
+    step = Door(world_with(tmp_path, step=WAITS.format(line)), 5).reset(5).step("go")
+    with pytest.raises(WorldFault, match="^task 5: the world raised "):
+        asyncio.run(wait_for(step))
+
+
+def test_a_step_that_waits_can_be_stopped(tmp_path):
+    """The world's own `finally` runs, and it is no fault of the world's."""
+    lines = "try: await asyncio.sleep(9)\n    finally: self.world.stopped = True"
+    world = world_with(tmp_path, step=WAITS.format(lines))
+
+    async def stop():
+        task = asyncio.create_task(wait_for(Door(world, 5).reset(5).step("go")))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(stop())
+    assert world.stopped
 
 
 # ------------ what goes on, with the right numbers ------------
