@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from runtime.flags import check_words, kinds_of, name_of, shown
-from runtime.saving.files import hash_file, to_json
+from runtime.saving.files import hash_file, hash_files, to_json
 
 import yaml
 
@@ -372,14 +372,41 @@ def command_of(sweep: dict, config: dict) -> list[str]:
 
 
 def text_of(sweep: dict) -> str | None:
-    """The hash of the program's text and of the worlds that it imports."""
+    """The hash of the program, of its imports from beside it or from envs/, and of its model."""
     program = ROOT / sweep["program"]
     if not program.is_file():
         return None
-    names = re.findall(r"^from (envs\.[\w.]+) import", program.read_text(errors="replace"), re.M)
-    places = [ROOT / name.replace(".", "/") for name in names]
-    files = [f for p in places for f in (p.with_suffix(".py"), *sorted(p.rglob("*.py")))]
-    return digest(*map(hash_file, [program, *filter(Path.is_file, files)]))
+    model = sweep.get("parameters", {}).get("model", {}).get("value")
+    model = hash_files(ROOT / model) if isinstance(model, str) else None
+    return digest(*map(hash_file, imported_by(program)), *([model] if model else []))
+
+
+def imported_by(program: Path) -> list[Path]:
+    """A program's file and those of its imports, and theirs, that lie beside it or in envs/, where
+    packages count as a whole. The rest of the repository does not decide what is learnt."""
+    found, left = set(), [program]
+    while left:
+        file = left.pop()
+        inside = file.parent == program.parent or ROOT / "envs" in file.parents
+        if file in found or not inside or not file.is_file():
+            continue
+        found.add(file)
+        left += file.parent.rglob("*.py") if file.name == "__init__.py" else []
+        try:
+            nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+        except (SyntaxError, ValueError):  # which the run will tell
+            continue
+        names = set()
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        for name in names:
+            for place in (program.parent, ROOT):
+                path = place.joinpath(*name.split("."))
+                left += [path.with_suffix(".py"), path / "__init__.py"]
+    return sorted(found)
 
 
 def job_of(sweep: dict, row: int, config: dict, seed: int, more: list[str]) -> Job:

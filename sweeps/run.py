@@ -44,6 +44,7 @@ from sweeps.file import (
     Job,
     check_flags,
     digest,
+    is_number,
     job_of,
     nearest,
     read_sweep,
@@ -135,7 +136,7 @@ class Runner:
             name = self.sweep["metric"]["name"]
             names = {key for row in rows_of(self.metrics(job)) for key in row}
             if name in names:
-                return f"{name} is never a finite number in its metrics"
+                return f"{name} is no finite number in its last evaluation"
             return f"no {name} in its metrics{nearest(name, names)}"
         if "text" in self.sweep and text_of(self.sweep) != self.sweep["text"]:
             return f"{self.sweep['program']} was changed while the sweep ran; start it again"
@@ -186,9 +187,10 @@ class Runner:
         return self.out / "runs" / job.name / "metrics.jsonl"
 
     def evaluations(self, job: Job) -> list[float]:
-        """The values of the metric that the run has logged."""
+        """The values of the metric that the run has logged; none where the last is no number."""
         name = self.sweep["metric"]["name"]
-        return [row[name] for row in rows_of(self.metrics(job)) if row.get(name) is not None]
+        values = [row[name] for row in rows_of(self.metrics(job)) if name in row]
+        return [*filter(is_number, values)] if is_number(values[-1:] and values[-1]) else []
 
     def count(self) -> str:
         left = max(0, self.total - self.done)

@@ -436,6 +436,16 @@ def test_another_text_of_the_program_is_another_program(sweep, tmp_path):
     means = [line.split(" | ")[1] for line in table_of(file).splitlines()[4:]]
     assert means == ["42.010", "21.010"]
 
+    (tmp_path / "factor.py").write_text("from deeper import FACTOR\n")
+    (tmp_path / "deeper.py").write_text("FACTOR = 2\n")
+    text = PROGRAM.replace("scale * alpha", "FACTOR * alpha")
+    (tmp_path / "program.py").write_text(f"from factor import FACTOR\n{text}")
+    execute(file)
+    (tmp_path / "deeper.py").write_text("FACTOR = 3  # once more\n")
+    execute(file)
+    means = [line.split(" | ")[1] for line in table_of(file).splitlines()[4:]]
+    assert means == ["18.010", "9.010"]
+
     (tmp_path / "program.py").write_text(PROGRAM + "\nPath(__file__).write_text('')\n")
     done = execute(file, check=False)
     assert done.returncode == 1 and "program.py was changed while the sweep ran" in done.stderr
