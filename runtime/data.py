@@ -183,7 +183,9 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
         wanted = only[batch.token_step]  # [K]
         sequences = [s for s in sequences if wanted[s.tokens].any()]
     if args.run_args.dtype == "bfloat16":
-        sequences = [*map(widened, sequences)]
+        # padded, so that a sequence's numbers are the same beside longer ones
+        wide = ((pad(column, (0, -len(column) % WIDE)) for column in s[:2]) for s in sequences)
+        sequences = [Sequence(*columns, *s[2:]) for columns, s in zip(wide, sequences)]
     packs = pack(sequences, args.run_args.micro_batch_tokens)
     count = processes.count()
     mine, most = packs[processes.rank() :: count], -(-len(packs) // count)
@@ -191,12 +193,6 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
         yield padded(sequences, batch)
     for _ in range(most - len(mine) if fsdp.wanted() else 0):
         yield nothing(batch)
-
-
-def widened(sequence: Sequence) -> Sequence:
-    """The sequence with padding, so that its numbers are the same beside longer ones."""
-    columns = (pad(column, (0, -len(column) % WIDE)) for column in sequence[:2])
-    return Sequence(*columns, *sequence[2:])
 
 
 def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:

@@ -80,7 +80,12 @@ def stop(run, error: BaseException) -> None:
         if processes.rank():
             sys.exit(1)
         file = path / f"batch-{run.iteration:06d}.json"
-        replace_file(file, to_json(what_main_had(error), default=repr))  # pictures
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        values = next(frame.f_locals for frame in frames if frame.f_code.co_name == "main").items()
+        lists = {n: v for n, v in values if isinstance(v, list) and v and is_dataclass(v[0])}
+        had = {name: [asdict(item) for item in items] for name, items in lists.items()}
+        had |= {n: v.tolist() for n, v in values if isinstance(v, torch.Tensor)}
+        replace_file(file, to_json(had, default=repr))  # pictures
         kept = f"{kept} (a smaller --learning-rate, named in --override, may help)"
         sys.exit(f"\nstopped: {error}; the batch is in {file}{kept}")
     if isinstance(error, EngineError):
@@ -113,15 +118,6 @@ def discard(run) -> None:
     for made in reversed(run.began):
         with contextlib.suppress(OSError):  # somebody else's file is in it
             made.rmdir()
-
-
-def what_main_had(error: BaseException) -> dict:
-    """The tensors and trajectories among main's variables when an error passed through it."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    values = next(frame.f_locals for frame in frames if frame.f_code.co_name == "main")
-    lists = {n: v for n, v in values.items() if isinstance(v, list) and v and is_dataclass(v[0])}
-    had = {name: [asdict(item) for item in items] for name, items in lists.items()}
-    return had | {n: v.tolist() for n, v in values.items() if isinstance(v, torch.Tensor)}
 
 
 def raise_terminated(*_):

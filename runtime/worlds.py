@@ -32,7 +32,7 @@ OURS = {  # what is the process's own, and not a world's: what sets it
     torch.get_default_dtype: torch.set_default_dtype,
     torch.is_grad_enabled: torch.set_grad_enabled,
 }
-STATE = "something hashable, equal where states are"
+STATE, NOTHING = "something hashable, equal where states are", object()
 SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
 
@@ -181,7 +181,7 @@ class Episode:
             script = Path(sys.argv[0])
             needed = f"the state: {script.stem} compares the steps that were taken in equal ones"
             self.door.require(not reads_anchors(script), field, found, needed)
-        return found
+        return copy.deepcopy(found)  # the world may go on changing it
 
     def seen(self, field: str, text) -> Seen:
         """Words, with the episode's picture beside them; halves of surrogate pairs become "?"."""
@@ -295,9 +295,12 @@ def asked(env, name: str, default, *given):
     """An attribute of the world, what its method returns, or the default; exits if it raises."""
     called = f"({', '.join(map(str, given))})" if name in ("together", "summary") else ""
     try:
-        found = getattr(env, name, default)
+        is_there = inspect.getattr_static(env, name, NOTHING) is not NOTHING
+        found = getattr(env, name) if is_there else getattr(env, name, default)
         return found(*given) if called and hasattr(env, name) else found
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and isinstance(error.code, str):
+            raise  # a world's own line
         of = type(env).__name__ if name == "name" else getattr(env, "name", type(env).__name__)
         sys.exit(plain(f"{of}: {name}{called} raised {first_line(error)}"))
 
@@ -306,7 +309,8 @@ def summary_of(env) -> dict[str, float]:
     """The world's numbers of the episodes since the last call; exits where a value is no number."""
     found = asked(env, "summary", {})
     require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
-    numbers = {key: number_of(value) for key, value in found.items()}
-    for key, number in numbers.items():
-        require(number is not None, env, f"summary()[{key!r}]", found[key], "a finite number")
-    return {str(key): number for key, number in numbers.items()}
+    for key, value in found.items():
+        require(number_of(value) is not None, env, f"summary()[{key!r}]", value, "a finite number")
+    numbers = {str(key): number_of(value) for key, value in found.items()}
+    require(len(numbers) == len(found), env, "summary()", found, "a dict without a name twice")
+    return numbers

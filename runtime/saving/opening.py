@@ -85,7 +85,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
         refuse_other_flags(path, script, saved, starts, start, args)
         now, then = start["hashes"], starts[-1]["hashes"]
         for what, file in sources_of(run.env).items():
-            if now[what] != then.get(what):
+            if now[what] != then.get(what, now[what]):
                 terminal.warn(f"--resume {path}: {file} was edited since this run last started")
     made = [each for each in (path, path / "checkpoints") if not each.exists()]
     try:
@@ -185,10 +185,14 @@ def refuse_others(path: Path) -> None:
 
 
 def sources_of(env) -> dict[str, str]:
-    """The files of the script and of the world's class, where there are such files."""
+    """The files of the script and of the world's class, and of the modules beside them."""
     world = getattr(sys.modules.get(type(env).__module__), "__file__", None) or ""
     files = {os.path.realpath(sys.argv[0]): "script"}
     files.setdefault(os.path.realpath(world), "world")  # which may be the script
+    homes = {*map(os.path.dirname, files)}
+    for name, module in sorted(sys.modules.items()):
+        file = os.path.realpath(getattr(module, "__file__", None) or "")
+        files |= {file: name} if os.path.dirname(file) in homes and file not in files else {}
     return {what: file for file, what in files.items() if os.path.isfile(file)}
 
 

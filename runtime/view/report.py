@@ -56,7 +56,7 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
         "truncated": [t.truncated for t in trajectories],
         "return": [sum(step.game_reward for step in t.steps) for t in trajectories],
         "episode_steps": [len(t.steps) for t in trajectories],
-        "dead_groups": [len({t.outcome for t in group}) == 1 for group in groups.values()],
+        "dead_groups": [len({np.float32(t.outcome) for t in g}) == 1 for g in groups.values()],
     }
     told, row = summary_of(env), {name: float(np.mean(of)) for name, of in values.items()}
     std = float(np.std(by_task, ddof=min(1, len(by_task) - 1)))

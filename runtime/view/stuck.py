@@ -38,6 +38,8 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
     "policy/pairs": NO_PAIR,
 }
 for name, prefix in {"policy": "", "prm": "prm-", "critic": "critic-"}.items():
+    flat = f"the {name}'s gradient is 0: equal outcomes, or a --beta or --alpha of 0, teach nothing"
+    REASONS[f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
     said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
     REASONS[f"{name}/moved"] = lambda share, row: share < FEW, said
 

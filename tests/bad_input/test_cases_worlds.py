@@ -591,6 +591,46 @@ def test_a_summary_that_raises_is_one_line(error, tmp_path):
     assert said.startswith(f"tiny world: summary() raised {error.partition('(')[0]}")
 
 
+def test_a_summary_that_leaves_is_no_end_of_the_run(tmp_path):
+    """A world that means to end the run gives a line; status 0 would say that all was done."""
+    for code in ("0", ""):
+        home = tmp_path / (code or "none")
+        home.mkdir()
+        done = run_in(home, world=f"def summary(self): import sys; sys.exit({code})")
+        assert said_in_one_line(done).startswith("tiny world: summary() raised SystemExit")
+
+
+def test_a_getter_with_a_mistake_is_not_one_that_is_absent(tmp_path):
+    for name in ("eval_env", "validation_tasks", "data"):
+        home = tmp_path / name
+        home.mkdir()
+        said = said_in_one_line(run_in(home, world=f"@property\ndef {name}(self): self.judeg"))
+        assert f"tiny world: {name} raised AttributeError: " in said and "judeg" in said
+
+
+# ------------ what only seems to be equal, or other ------------
+
+
+def test_outcomes_that_differ_by_rounding_are_equal(tmp_path):
+    """0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1: advantages are of float32, where they are the same."""
+    step = "reward = [[.1, .2, .3], [.3, .2, .1]][self.first % 2][self.steps - 1]"
+    done = run_in(tmp_path, step=f"{step}\ndone = self.steps == 3")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path / "runs/a/metrics.jsonl")[1:]
+    assert row["train/dead_groups"] == 1.0 and row["policy/grad_norm"] == 0.0
+
+
+def test_a_state_is_that_of_its_step_also_if_the_world_changes_the_object(tmp_path):
+    board = """class Board:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == other.n
+    def __hash__(self): return hash(self.n)
+self.board = self.anchor = Board(0)"""
+    step = "self.board.n += 1\ninfo['anchor'] = self.board"
+    (t,) = played(world_with(tmp_path, begin=board, step=step), [120], stage())
+    assert [t.anchor.n, *(step.anchor.n for step in t.steps)] == [0, 1, 2]
+
+
 # ------------ worlds that raise ------------
 
 RAISED = {  # (the line of step(), the tasks): how many are left out, or the line that ends the run
@@ -686,7 +726,9 @@ COLUMNS = {  # column: (a value at which nothing is learnt, one at which somethi
     "train/dead_groups": (1.0, 0.9, "--temperature"),
     "prm/pairs": (0, 1, "--pair-margin"),
     "policy/pairs": (0, 1, "--pair-margin"),
+    "policy/grad_norm": (0.0, 1e-9, "--beta"),
     "policy/moved": (0.0, 0.9, "--learning-rate"),
+    "prm/grad_norm": (0.0, 1e-9, "--beta"),
     "prm/moved": (0.0, 0.9, "--prm-learning-rate"),
 }
 MOVES = {column: moves for column, (_, moves, _) in COLUMNS.items()}
@@ -811,6 +853,17 @@ def test_an_edit_between_two_starts_is_told(edited, tmp_path):
     assert again.returncode == 0 and "was edited" not in again.stdout
     starts = json.loads(record.read_text())["starts"]
     assert [len(start["hashes"]) for start in starts] == [3 if "before" in edited else 5, 5, 5]
+
+
+def test_an_edit_of_a_module_beside_the_world_is_told(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    beside = tmp_path / "beside_the_tiny_world.py"
+    beside.write_text("BONUS = 0.5\n")
+    assert run_in(tmp_path, world=f"from {beside.stem} import BONUS").returncode == 0
+    beside.write_text("BONUS = 0.0\n")
+    done = run_there(tmp_path, "--run-name", "", "--resume", "runs/a", "--iterations", "2")
+    assert done.returncode == 0 and done.stdout.count("was edited") == 1
+    assert f"{beside.name} was edited since this run last started" in done.stdout
 
 
 def test_a_world_that_is_in_the_script_is_told_once(tmp_path):
