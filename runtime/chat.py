@@ -27,11 +27,10 @@ class Chat:
     def __init__(self, tokenizer, stop_ids: list[int], processor=None, options: dict | None = None):
         self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
         self.apply = partial(tokenizer.apply_chat_template, tokenize=False, **options or {})
-        more = [f"<mark {n}>\n\n '&\"  {n}" for n in range(5)]
-        marks = more[:3]
+        marks = (more := [f"<Mark {n}>\n\n\n '&\"  {n}" for n in range(5)])[:3]
         layout, padded = self.layout(marks), self.layout([f" {marks[0]}\n", *marks[1:]])
-        self.trims = layout == padded
-        if any(layout.count(mark) != 1 for mark in marks):
+        self.trims, as_is = layout == padded, layout.replace(marks[0], f" {marks[0]}\n")
+        if any(layout.count(mark) != 1 for mark in marks) or padded not in (layout, as_is):
             raise ValueError("it does not write each message once, as it is")
         head, header, between, answer = re.split("|".join(map(re.escape, marks)), layout)
         turns = zip([head, header, between, header, between], more)
