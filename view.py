@@ -7,6 +7,7 @@ run. With two runs, the page compares them on the tasks that both have.
     python view.py runs/first
     python view.py runs/first runs/second
     python view.py runs/first --episodes 50000
+    python view.py --out page.html runs/first
 """
 
 import sys
@@ -26,8 +27,13 @@ class Args:
 
 
 def main():
-    if sys.argv[1:] and not sys.argv[1].startswith("-"):
-        sys.argv.insert(1, "--runs")
+    words = sys.argv[1:]
+    if "--runs" not in words:  # names may stand before options and after them
+        before = ["", *words]  # of each word the one before it, which may take it as its value
+        takes = [last.startswith("--") and "=" not in last for last in before]
+        names = [w for w, taken in zip(words, takes) if not (w.startswith("-") or taken)]
+        others = [w for w, taken in zip(words, takes) if w.startswith("-") or taken]
+        sys.argv[1:] = [*others, *(["--runs", *names] if names else [])]
     args = parse(Args, __doc__)
     if not 1 <= len(args.runs) <= 2:
         sys.exit(f"view.py takes one run or two, not {len(args.runs)}: python view.py runs/NAME")

@@ -348,6 +348,7 @@ def test_damaged_rows_are_left_out(tmp_path):
         ("nowhere",): "nowhere: no run there",
         (): "view.py takes one run or two, not 0: python view.py runs/NAME",
         ("a", "b", "c"): "view.py takes one run or two, not 3: python view.py runs/NAME",
+        ("--episodes", "7", "a", "--out=x", "b", "c"): "view.py takes one run or two, not 3",
         ("a", "--episodes", "0"): "--episodes 0: has to be a whole number from 1 to ",
     }.items(),
 )
