@@ -182,8 +182,7 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     if only is not None:
         wanted = only[batch.token_step]  # [K]
         sequences = [s for s in sequences if wanted[s.tokens].any()]
-    if args.run_args.dtype == "bfloat16":
-        # padded, so that a sequence's numbers are the same beside longer ones
+    if args.run_args.dtype == "bfloat16":  # padded: the same numbers beside longer sequences
         wide = ((pad(column, (0, -len(column) % WIDE)) for column in s[:2]) for s in sequences)
         sequences = [Sequence(*columns, *s[2:]) for columns, s in zip(wide, sequences)]
     packs = pack(sequences, args.run_args.micro_batch_tokens)

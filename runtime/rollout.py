@@ -10,7 +10,7 @@ from runtime.data import Trajectory
 from runtime.distributed import processes
 from runtime.engines import served
 from runtime.view.terminal import warn
-from runtime.worlds import STATE, Door, WorldFault, asked, is_state, require, summary_of, task_of
+from runtime.worlds import Door, WorldFault, asked, state_of, summary_of, task_of
 
 import torch
 from tqdm import tqdm
@@ -34,9 +34,8 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     are left out, named and counted (run.faults). Exits with one line where more than a fifth are,
     where a task's has raised three times (run.failed), or where none is left."""
     tasks = [task_of(env, task) for task in tasks]
-    units = [asked(env, "together", task, task) for task in tasks]  # which are not divided
-    for task, unit in zip(tasks, units):
-        require(is_state(unit), env, f"together({task})", unit, STATE)
+    found = {task: asked(env, "together", task, task) for task in tasks}  # which are not divided
+    units = [state_of(env, f"together({task})", found[task]) for task in tasks]
     every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine = [task for task, unit in zip(tasks, units) if unit in ours]

@@ -32,7 +32,7 @@ OURS = {  # what is the process's own, and not a world's: what sets it
     torch.get_default_dtype: torch.set_default_dtype,
     torch.is_grad_enabled: torch.set_grad_enabled,
 }
-STATE, NOTHING = "something hashable, equal where states are", object()
+NOTHING = object()  # where an attribute is not there
 SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
 
@@ -176,12 +176,12 @@ class Episode:
 
     def state(self, field: str, found):
         """An anchor, which a script that compares steps by their states cannot do without."""
-        self.door.require(is_state(found), field, found, STATE)
+        own = state_of(self.door.env, f"task {self.door.task}: {field}", found)
         if found is None:
             script = Path(sys.argv[0])
             needed = f"the state: {script.stem} compares the steps that were taken in equal ones"
             self.door.require(not reads_anchors(script), field, found, needed)
-        return copy.deepcopy(found)  # the world may go on changing it
+        return own
 
     def seen(self, field: str, text) -> Seen:
         """Words, with the episode's picture beside them; halves of surrogate pairs become "?"."""
@@ -214,13 +214,15 @@ class Told:
         return iter(self.result)
 
 
-def is_state(found) -> bool:
-    """Whether something can be compared with others of its kind: a copy is equal, and hashed so."""
+def state_of(env, what: str, found):
+    """A copy of a state, which the world may go on changing; exits where it is no equal one."""
     try:
-        other = copy.deepcopy(found)
-        return hash(found) == hash(other) and bool(found == other)
+        own = copy.deepcopy(found)
+        is_state = hash(found) == hash(own) and bool(found == own)
     except Exception:  # of a world's own class, or an array
-        return False
+        is_state = False
+    require(is_state, env, what, found, "something hashable, equal where states are")
+    return own
 
 
 def require(is_right: bool, env, what: str, found, expected: str) -> None:
