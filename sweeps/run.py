@@ -190,7 +190,8 @@ class Runner:
         """The values of the metric that the run has logged; none where the last is no number."""
         name = self.sweep["metric"]["name"]
         values = [row[name] for row in rows_of(self.metrics(job)) if name in row]
-        return [*filter(is_number, values)] if is_number(values[-1:] and values[-1]) else []
+        ends_well = bool(values) and is_number(values[-1])
+        return [*filter(is_number, values)] if ends_well else []
 
     def count(self) -> str:
         left = max(0, self.total - self.done)

@@ -189,10 +189,11 @@ def sources_of(env) -> dict[str, str]:
     world = getattr(sys.modules.get(type(env).__module__), "__file__", None) or ""
     files = {os.path.realpath(sys.argv[0]): "script"}
     files.setdefault(os.path.realpath(world), "world")  # which may be the script
-    homes = {*map(os.path.dirname, files)}
+    homes = {*map(os.path.dirname, (*files, world))}
     for name, module in sorted(sys.modules.items()):
-        file = os.path.realpath(getattr(module, "__file__", None) or "")
-        files |= {file: name} if os.path.dirname(file) in homes and file not in files else {}
+        file = getattr(module, "__file__", None) or ""
+        if os.path.dirname(file) in homes:
+            files.setdefault(os.path.realpath(file), name)
     return {what: file for file, what in files.items() if os.path.isfile(file)}
 
 

@@ -37,11 +37,10 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
     "prm/pairs": NO_PAIR,
     "policy/pairs": NO_PAIR,
 }
-for name, more in {"policy": "", "prm": " or --prm-steps", "critic": ""}.items():
+for name, prefix in {"policy": "", "prm": "prm-steps or --prm-", "critic": "critic-"}.items():
     flat = f"the {name}'s gradient is 0: outcomes are equal, or --beta or --prm-steps is 0"
     REASONS[f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
-    rate = f"--{name}-learning-rate".replace("policy-", "")
-    said = f"the {name}'s weights stay: {rate}{more} is 0, or the rate is below their precision"
+    said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
     REASONS[f"{name}/moved"] = lambda share, row: share < FEW, said
 
 
