@@ -4,6 +4,7 @@ What W&B takes and this runner does not do is refused by name, never left out in
 """
 
 import ast
+import functools
 import hashlib
 import itertools
 import json
@@ -377,8 +378,11 @@ def text_of(sweep: dict) -> str | None:
     if not program.is_file():
         return None
     model = sweep.get("parameters", {}).get("model", {}).get("value")
-    model = hash_files(ROOT / model) if isinstance(model, str) else None
+    model = files_of(ROOT / model) if isinstance(model, str) else None
     return digest(*map(hash_file, imported_by(program)), *([model] if model else []))
+
+
+files_of = functools.cache(hash_files)  # a model may have many GB, and each job's end asks again
 
 
 def imported_by(program: Path) -> list[Path]:
