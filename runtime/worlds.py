@@ -252,16 +252,16 @@ def task_of(env, task) -> int:
 def check_world(env):
     """The world that evaluates: env.eval_env, or env itself. Exits with one line where one of the
     two has no name or no tasks, or a task twice."""
-    panel = asked(env, "eval_env", None) or env
+    eval_env = asked(env, "eval_env", None) or env
     if (data := asked(env, "data", None)) is not None:
         is_there = isinstance(data, str | Path) and os.path.isdir(data)
         require(is_there, env, "data", data, "a directory")
-    for world in {id(each): each for each in (env, panel)}.values():
+    for world in {id(each): each for each in (env, eval_env)}.values():
         name, of_a_line = asked(world, "name", None), "a str of one line"
         require(isinstance(name, str) and name.isprintable(), world, "name", name, of_a_line)
         measures = asked(world, "measures", [])
         require(isinstance(measures, list | tuple), world, "measures", measures, "a list of names")
-        needed, sets = {SETS[0]: world is env, SETS[1]: world is panel}, {}
+        needed, sets = {SETS[0]: world is env, SETS[1]: world is eval_env}, {}
         for kind in SETS:
             if (tasks := asked(world, kind, None)) is None and not needed.get(kind):
                 continue
@@ -276,7 +276,7 @@ def check_world(env):
             few, many = sorted((few, many), key=len)
             both = next((task for task in few if task in many), None)
             require(both is None, world, f"a task in {one} and {other}", both, "none in two sets")
-    return panel
+    return eval_env
 
 
 @cache

@@ -148,7 +148,6 @@ def version_of(name: str) -> list[int]:
     return [int(part) for part in name.split(".")]
 
 
-@vllm
 def test_versions(figure, engine, cards):
     """Those of the pins."""
     kind = "" if cards else "-cpu"
