@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from base64 import b64encode
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from runtime.saving.files import read_json, replace_file, rows_of, to_json
@@ -41,7 +41,21 @@ def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> P
         for named in map(PICTURE.fullmatch, steps["texts"]):
             if named and (path / named[0]).is_file():
                 packs[f"picture-{named[1]}"] = b64encode((path / named[0]).read_bytes()).decode()
-    replace_file(out, page_of(read, packs))
+    held = [f'<script type="text/plain" id="{id}">{text}</script>' for id, text in packs.items()]
+    style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
+    hashes = {t: b64encode(hashlib.sha256(t.encode()).digest()).decode() for t in (style, script)}
+    data = to_json({"runs": read, "within": WITHIN}, separators=(",", ":"))
+    parts = {
+        "TITLE": html.escape(" against ".join(run["name"] for run in read)),
+        "POLICY": f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[style]}'; "
+        f"script-src 'sha256-{hashes[script]}'",
+        "STYLE": style,
+        "DATA": data.replace("<", "\\u003c"),  # no word of it can end the element
+        "CHUNKS": "\n".join(held),
+        "SCRIPT": script,
+    }
+    page = re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], (PAGE / "page.html").read_text())
+    replace_file(out, page)
     return out
 
 
@@ -59,29 +73,25 @@ def read_run(path: Path, most: int) -> dict:
         sys.exit(f"{path}: its args.json or run.json is not what a run writes")
     rows = rows_of(path / "metrics.jsonl")
     keys = dict.fromkeys(key for row in rows for key in row if "/" in key)
-    read = {kind: read_episodes(path / file) for kind, file in FILES.items()}
+    read = {kind: defaultdict(list) for kind in FILES}  # {kind: {iteration: its episodes}}
+    for kind, file in FILES.items():
+        for row in filter(is_episode, rows_of(path / file)):  # without damaged ones
+            read[kind][row["iteration"]].append(row)
     sizes = {kind: {i: len(rows) for i, rows in found.items()} for kind, found in read.items()}
     kept, said = thinned(sizes, most)
     groups = [(k, i, found[i]) for k, found in read.items() for i in sorted(kept) if i in found]
+    steps = [step for *_, of in groups for row in of for step in row["steps"]]
+    sizes = {n: [abs(number(s[n])) for s in steps if number(s.get(n))] for n in COLOURED}
     return told | {
         "name": path.resolve().name,
         "world": world,
         "flags": flags,
         "iterations": [row["iteration"] for row in rows],
         "metrics": {key: [number(row.get(key)) for row in rows] for key in keys},
-        "scales": scales_of([step for *_, of in groups for row in of for step in row["steps"]]),
+        "scales": {name: float(np.quantile(of, WITHIN)) for name, of in sizes.items() if of},
         "told": said,
         "sets": [set_of(*group) for group in groups],
     }
-
-
-def read_episodes(path: Path) -> dict[int, list[dict]]:
-    """{iteration: its episodes}, without damaged rows."""
-    found: dict[int, list[dict]] = {}
-    for row in rows_of(path):
-        if is_episode(row):
-            found.setdefault(row["iteration"], []).append(row)
-    return found
 
 
 def is_episode(row: dict) -> bool:
@@ -133,28 +143,3 @@ def number(value):
     if not isinstance(value, float):
         return value
     return round(value, 6) if math.isfinite(value) else None
-
-
-def scales_of(steps: list[dict]) -> dict[str, float]:
-    """{column: the absolute value within which WITHIN of the steps lie}, where one is not 0."""
-    of = {name: [abs(number(s[name])) for s in steps if number(s.get(name))] for name in COLOURED}
-    return {name: float(np.quantile(values, WITHIN)) for name, values in of.items() if values}
-
-
-def page_of(runs: list[dict], packs: dict[str, str]) -> str:
-    """The page's text. packs: {id of an element: what it holds}."""
-    held = [f'<script type="text/plain" id="{id}">{text}</script>' for id, text in packs.items()]
-    style, script = (PAGE / "page.css").read_text(), (PAGE / "page.js").read_text()
-    sums = {text: hashlib.sha256(text.encode()).digest() for text in (style, script)}
-    hashes = {text: b64encode(digest).decode() for text, digest in sums.items()}
-    data = to_json({"runs": runs, "within": WITHIN}, separators=(",", ":"))
-    parts = {
-        "TITLE": html.escape(" against ".join(run["name"] for run in runs)),
-        "POLICY": f"default-src 'none'; img-src data:; style-src 'sha256-{hashes[style]}'; "
-        f"script-src 'sha256-{hashes[script]}'",
-        "STYLE": style,
-        "DATA": data.replace("<", "\\u003c"),  # no word of it can end the element
-        "CHUNKS": "\n".join(held),
-        "SCRIPT": script,
-    }
-    return re.sub("{{([A-Z]+)}}", lambda found: parts[found[1]], (PAGE / "page.html").read_text())
