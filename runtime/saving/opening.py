@@ -38,11 +38,12 @@ def refuse_other_ranks(run) -> dict[str, str]:
     """SHA-256 of the model's files, of the panel's prompts and pictures, of script and world; exits
     where another process was started otherwise than the first."""
     hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
-    hashes |= {what: hash_file(Path(file)) for what, file in sources_of(run.env).items()}
+    run.sources = sources_of(run.env)
+    hashes |= {what: hash_file(Path(file)) for what, file in run.sources.items()}
     if processes.count() == 1:
         return hashes
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
-    told |= {f"the source of the {what}": hashes[what] for what in sources_of(run.env)}
+    told |= {f"the source of the {what}": hashes[what] for what in run.sources}
     told["the files of the model"] = hashes["model"]
     tasks = run.env.train_tasks
     told["the list of training tasks"] = tasks if isinstance(tasks, range) else [*map(int, tasks)]
@@ -84,7 +85,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
             sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
         refuse_other_flags(path, script, saved, starts, start, args)
         now, then = start["hashes"], starts[-1]["hashes"]
-        for what, file in sources_of(run.env).items():
+        for what, file in run.sources.items():
             if now[what] != then.get(what, now[what]):
                 terminal.warn(f"--resume {path}: {file} was edited since this run last started")
     made = [each for each in (path, path / "checkpoints") if not each.exists()]
@@ -199,8 +200,8 @@ def sources_of(env) -> dict[str, str]:
 
 def hash_of_panel(run) -> str:
     """SHA-256 of the prompts and pictures of the tasks that evaluate."""
-    later, panel = {"delay": 3, "leave": False, "disable": None}, []  # [s] most are there at once
-    for task in tqdm(dict.fromkeys(run.eval_tasks), "panel", **later):
+    panel = []
+    for task in tqdm(dict.fromkeys(run.eval_tasks), "panel", leave=False, disable=None, delay=3):
         seen = opened(run.eval_env, task).prompt
         panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
     return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()
