@@ -17,6 +17,7 @@ from runtime.flags import shown
 from runtime.saving.checkpoints import finish_saving, how_to_go_on
 from runtime.saving.files import replace_file, rows_of, to_json
 from runtime.view.terminal import first_line
+from runtime.worlds import OURS, SHORT, began
 
 import torch
 
@@ -30,10 +31,14 @@ def ends_cleanly(main):
     finite) leaves one line that says what is kept and how to go on. Other errors pass."""
     own_process = main.__module__ == "__main__"
 
+    def terminated(*_):
+        raise KeyboardInterrupt("SIGTERM")
+
     @functools.wraps(main)
     def guarded():
         current.clear()
-        signal.signal(signal.SIGTERM, raise_terminated)
+        began.update({read: read() for read in OURS})
+        signal.signal(signal.SIGTERM, terminated)
         try:
             main()
         except BaseException as error:
@@ -63,19 +68,22 @@ def ends_cleanly(main):
 
 def stop(run, error: BaseException) -> None:
     """End the process with what a user has to know; pass on errors that nobody foresaw."""
-    path, by = run.path if run else None, f" by {error}" if str(error) else ""
+    path = run.path if run else None
     if path is None and isinstance(error, KeyboardInterrupt):
         sys.exit("\nstopped before a run began")
     if path is None:
-        for at in traceback.extract_tb(error.__traceback__):
-            if isinstance(error, Exception) and at.name == "from_args":
-                sys.exit(f"from_args raised {first_line(error)} ({at.filename}, line {at.lineno})")
+        names = ("from_args", "__post_init__", "parse")[: 3 if isinstance(error, Exception) else 2]
+        for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+            code, is_line = frame.f_code, isinstance(getattr(error, "code", None), str)
+            if code.co_name in names and not is_line:
+                at = f"{code.co_filename}, line {line}"
+                sys.exit(f"{code.co_qualname} raised {first_line(error)} ({at})")
         raise error
     kept = how_to_go_on(path)
-    if isinstance(error, SystemExit) and str(error).startswith("stopped: "):
-        sys.exit(f"{error}{kept}")
     if isinstance(error, KeyboardInterrupt):
-        sys.exit(processes.rank() or f"\nstopped{by}{kept}")
+        sys.exit(processes.rank() or f"\nstopped{f' by {error}' if str(error) else ''}{kept}")
+    if isinstance(error, SystemExit) and str(error).startswith("stopped: "):  # in all processes
+        sys.exit(processes.rank() or f"{error}{kept}")
     if isinstance(error, FloatingPointError):
         if processes.rank():
             sys.exit(1)
@@ -85,9 +93,11 @@ def stop(run, error: BaseException) -> None:
         lists = {n: v for n, v in values if isinstance(v, list) and v and is_dataclass(v[0])}
         had = {name: [asdict(item) for item in items] for name, items in lists.items()}
         had |= {n: v.tolist() for n, v in values if isinstance(v, torch.Tensor)}
-        replace_file(file, to_json(had, default=repr))  # pictures
+        with contextlib.suppress(OSError):  # the disk may be full
+            replace_file(file, to_json(had, default=SHORT.repr))  # pictures
+        batch = f"the batch is in {file}" if file.exists() else f"{file} cannot be written"
         kept = f"{kept} (a smaller --learning-rate, named in --override, may help)"
-        sys.exit(f"\nstopped: {error}; the batch is in {file}{kept}")
+        sys.exit(f"\nstopped: {error}; {batch}{kept}")
     if isinstance(error, EngineError):
         other = "" if run.args.run_args.engine_url else ", or --engine hf needs nothing more"
         sys.exit(f"\nstopped: {shown(error)}{kept}{other}")
@@ -118,7 +128,3 @@ def discard(run) -> None:
     for made in reversed(run.began):
         with contextlib.suppress(OSError):  # somebody else's file is in it
             made.rmdir()
-
-
-def raise_terminated(*_):
-    raise KeyboardInterrupt("SIGTERM")

@@ -1,6 +1,5 @@
-"""The door through which everything comes that a world returns (envs/README.md): numbers of numpy
-and torch become Python's, a field of the wrong type ends the run with one line, and a world that
-raises costs its own episode (WorldFault)."""
+"""The door for what a world returns (envs/README.md): numbers of numpy and torch become Python's, a
+wrong type ends the run with one line, a world that raises costs its own episode (WorldFault)."""
 
 import asyncio
 import copy
@@ -13,7 +12,6 @@ import types
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -26,19 +24,46 @@ import torch
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
 NEEDED = ("valid", "success", "score")
 SETS = ("train_tasks", "eval_tasks", "validation_tasks")  # of a world
-OURS = {  # what is the process's own, and not a world's: what sets it
-    os.getcwd: os.chdir,
-    torch.initial_seed: torch.manual_seed,
-    torch.get_default_dtype: torch.set_default_dtype,
-    torch.is_grad_enabled: torch.set_grad_enabled,
-}
-NOTHING = object()  # where an attribute is not there
+needed: dict[str, set[str]] = {}  # {a script: the keys of info that it needs, beside NEEDED}
+began: dict = {}  # OURS as the script began
 SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
 
 
 class WorldFault(Exception):
     """A world raised in the middle of an episode."""
+
+
+class Refused(SystemExit):
+    """What ends a run with one line: a world gave what it may not."""
+
+
+def outputs(streams: list = ()) -> list:
+    """sys.stdout and sys.stderr, or these, without one that is closed."""
+    return [s for s in streams or (sys.stdout, sys.stderr) if not getattr(s, "closed", False)]
+
+
+OURS = {  # what is the process's own, and not a world's: what sets it
+    outputs: lambda was: vars(sys).update(zip(("stdout", "stderr"), 2 * outputs(was))),
+    os.getcwd: os.chdir,
+    torch.initial_seed: torch.manual_seed,
+    torch.get_default_device: lambda cpu: torch.set_default_device(None),  # slow if it is set
+    torch.get_default_dtype: torch.set_default_dtype,
+    torch.is_grad_enabled: torch.set_grad_enabled,
+}
+
+
+@contextmanager
+def as_before(env, where: str):
+    """Around what a world does. Exits if it set OURS, which is set back."""
+    before = {read: read() for read in OURS}
+    try:
+        yield
+    finally:
+        for read, was in before.items():
+            if (found := read()) != was:
+                OURS[read](was)
+                require(False, env, f"{where}{read.__name__}()", found, f"{was}, as before")
 
 
 class Door:
@@ -56,46 +81,42 @@ class Door:
         """A fresh episode. Raises WorldFault where the world raises."""
         with self.guarded():
             own = self.env.reset(task)
-        shared = own is self.env or id(own) in self.begun
-        wanted = "an object of the episode's own: all are played side by side"
-        self.require(not (shared and getattr(own, "__dict__", None)), "reset", own, wanted)
-        self.begun[id(own)] = own
-        self.episode = Episode(self, own)
+            shared = own is self.env or id(own) in self.begun
+            has_state = getattr(own, "__dict__", None) or hasattr(own, "__slots__")
+            wanted = "an object of the episode's own: all are played side by side"
+            self.require(not (shared and has_state), "reset", own, wanted)
+            self.begun[id(own)] = own
+            self.episode = Episode(self, own)
         return self.episode
 
     async def aclose(self) -> None:
         """Tell the world that its episode is not played on, where it wants to know."""
-        if self.episode and hasattr(self.episode.own, "close"):
+        if self.episode:
             with self.guarded():
-                closed = self.episode.own.close()
+                closed = getattr(self.episode.own, "close", lambda: None)()
             if inspect.isawaitable(closed):
                 await self.waited(closed)
 
     @contextmanager
     def guarded(self):
-        """Around what the world does. Raises WorldFault where it raises; exits if it set OURS."""
-        before = {read: read() for read in OURS}
-        try:
-            yield
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            with suppress(RuntimeError):  # no loop runs before a run begins
-                stopped = isinstance(error, asyncio.CancelledError)
-                if stopped and asyncio.current_task().cancelling():
-                    raise error  # not the world's: the rollout is stopped
-            fault = WorldFault(f"task {self.task}: the world raised {first_line(error)}")
-            fault.counted = getattr(error, "counted", False)  # by the world itself, in its summary
-            raise fault from error
-        finally:
-            for read, was in before.items():
-                if (found := read()) != was:
-                    OURS[read](was)
-                    self.require(False, f"{read.__name__}()", found, f"{was}, as before")
+        """Around what the world and its classes do. Raises WorldFault where one of them raises."""
+        with as_before(self.env, f"task {self.task}: "):
+            try:
+                yield
+            except (KeyboardInterrupt, GeneratorExit, Refused):
+                raise
+            except BaseException as error:  # a panic in Rust is no Exception
+                with suppress(RuntimeError):  # no loop runs before a run begins
+                    stopped = isinstance(error, asyncio.CancelledError)
+                    if stopped and asyncio.current_task().cancelling():
+                        raise error  # not the world's: the rollout is stopped
+                fault = WorldFault(f"task {self.task}: the world raised {first_line(error)}")
+                fault.counted = number_of(asked(error, "counted", 0)) == 1  # in the summary
+                raise fault from error
 
     @types.coroutine
-    def waited(self, awaitable):
-        """What the world's awaitable returns; guarded while it runs, not while others do."""
+    def waited(self, awaitable, take=lambda found: found):
+        """What the world's awaitable returns, taken; guarded while it runs, not while others do."""
         own = thrown = None
         while True:
             with self.guarded():
@@ -103,7 +124,7 @@ class Door:
                     own = own or awaitable.__await__()
                     awaited = own.throw(thrown) if thrown else next(own)
                 except StopIteration as end:
-                    return end.value
+                    return take(end.value)
             try:
                 thrown = yield awaited
             except BaseException as error:
@@ -129,10 +150,8 @@ class Episode:
 
     def __init__(self, door: Door, own):
         self.door, self.own = door, own
-        with door.guarded():
-            anchor, prompt = getattr(own, "anchor", None), own.prompt
-        self.anchor = self.state("anchor", anchor)
-        self.prompt = self.seen("prompt", prompt)
+        self.anchor = self.state("anchor", getattr(own, "anchor", None))
+        self.prompt = self.seen("prompt", own.prompt)
 
     def __getattr__(self, name: str):
         return getattr(self.own, name)
@@ -141,23 +160,22 @@ class Episode:
         """The first user message of a conversation, once the other side has opened it."""
         with self.door.guarded():
             words = self.own.opening()
-        return self.seen("opening", await self.door.waited(words))
+        return await self.door.waited(words, lambda words: self.seen("opening", words))
 
     async def leave(self) -> tuple[float, bool, float]:
         """(reward, success, score) of a conversation that ends here."""
         with self.door.guarded():
             found = self.own.leave()
         found = await self.door.waited(found)
+        number, truth = self.door.number, self.door.truth
         with self.door.guarded():
             reward, success, score = found
-        number, truth = self.door.number, self.door.truth
-        return number("reward", reward), truth("success", success), number("score", score)
+            return number("reward", reward), truth("success", success), number("score", score)
 
     def step(self, text: str) -> "Told":
         """(observation, reward, done, info) of an answer, awaited if the world waits."""
         with self.door.guarded():
-            result = self.own.step(text)
-        return Told(self, result)
+            return Told(self, self.own.step(text))
 
     def checked(self, result) -> tuple[Seen, float, bool, dict]:
         """A step's result, of Python's own types; info with the keys that a Step has."""
@@ -166,7 +184,7 @@ class Episode:
         door.require(is_step, "step", result, "a tuple (observation, reward, done, info)")
         observation, reward, done, info = result
         door.require(isinstance(info, dict), "info", info, "a dict")
-        for name in NEEDED:
+        for name in (*NEEDED, *needed.get(sys.argv[0], ())):
             door.require(name in info, "info", sorted(map(str, info)), f"the key {name!r}")
         told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
         told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
@@ -175,21 +193,18 @@ class Episode:
         return seen, door.number("reward", reward), door.truth("done", done), told
 
     def state(self, field: str, found):
-        """An anchor, which a script that compares steps by their states cannot do without."""
-        own = state_of(self.door.env, f"task {self.door.task}: {field}", found)
-        if found is None:
-            script = Path(sys.argv[0])
-            needed = f"the state: {script.stem} compares the steps that were taken in equal ones"
-            self.door.require(not reads_anchors(script), field, found, needed)
-        return own
+        """A copy of an anchor, which a script that compares steps by their states needs."""
+        lacks = found is None and "anchor" in needed.get(sys.argv[0], ())
+        expected = "the state: this script compares the steps that were taken in equal ones"
+        self.door.require(not lacks, field, found, expected)
+        return state_of(self.door.env, f"task {self.door.task}: {field}", found)
 
     def seen(self, field: str, text) -> Seen:
         """Words, with the episode's picture beside them; halves of surrogate pairs become "?"."""
         self.door.require(isinstance(text, str), field, text, "a str")
         seen = Seen(text.encode("utf-8", "replace").decode())
         if getattr(self.door.env, "shows_pictures", False):
-            with self.door.guarded():
-                png = seen.picture = self.own.picture
+            png = seen.picture = self.own.picture
             self.door.require(isinstance(png, bytes), "picture", png, "the bytes of a PNG")
         return seen
 
@@ -204,7 +219,7 @@ class Told:
     def __await__(self):
         if not self.waits:
             return self.result
-        return self.episode.checked((yield from self.episode.door.waited(self.result)))
+        return (yield from self.episode.door.waited(self.result, self.episode.checked))
 
     def __iter__(self):
         if self.waits and hasattr(self.result, "close"):
@@ -219,7 +234,7 @@ def state_of(env, what: str, found):
     try:
         own = copy.deepcopy(found)
         is_state = hash(found) == hash(own) and bool(found == own)
-    except Exception:  # of a world's own class, or an array
+    except (Exception, SystemExit):  # of a world's own class, or an array
         is_state = False
     require(is_state, env, what, found, "something hashable, equal where states are")
     return own
@@ -228,9 +243,11 @@ def state_of(env, what: str, found):
 def require(is_right: bool, env, what: str, found, expected: str) -> None:
     """End the run with one line where something is not what it has to be."""
     if not is_right:
-        what = f"{getattr(env, 'name', type(env).__name__)}: {what} is {type(found).__name__}"
-        told = " ".join(f"{what} {SHORT.repr(found)}".split())[:300]  # an array's has many lines
-        sys.exit(plain(f"{told}, expected {expected}"))
+        told = f"{getattr(env, 'name', type(env).__name__)}: {what} is {type(found).__name__}"
+        with suppress(Exception, SystemExit):  # a number of 5,000 figures
+            told = f"{told} {SHORT.repr(found)}"
+        told = " ".join(told.split())[:300]  # an array's has many lines
+        raise Refused(plain(f"{told}, expected {expected}"))
 
 
 def number_of(found) -> float | None:
@@ -238,7 +255,7 @@ def number_of(found) -> float | None:
     try:
         found = found.item() if hasattr(found, "item") else found
         return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
-    except Exception:  # of an array of more than one, or of a class of the world's
+    except (Exception, SystemExit):  # of more than one number, or of a class of the world's
         return None
 
 
@@ -252,7 +269,7 @@ def task_of(env, task) -> int:
 def check_world(env):
     """The world that evaluates: env.eval_env, or env itself. Exits with one line where one of the
     two has no name or no tasks, or a task twice."""
-    eval_env = asked(env, "eval_env", None) or env
+    eval_env = env if (found := asked(env, "eval_env", None)) is None else found
     if (data := asked(env, "data", None)) is not None:
         is_there = isinstance(data, str | Path) and os.path.isdir(data)
         require(is_there, env, "data", data, "a directory")
@@ -261,9 +278,9 @@ def check_world(env):
         require(isinstance(name, str) and name.isprintable(), world, "name", name, of_a_line)
         measures = asked(world, "measures", [])
         require(isinstance(measures, list | tuple), world, "measures", measures, "a list of names")
-        needed, sets = {SETS[0]: world is env, SETS[1]: world is eval_env}, {}
+        wanted, sets = {SETS[0]: world is env, SETS[1]: world is eval_env}, {}
         for kind in SETS:
-            if (tasks := asked(world, kind, None)) is None and not needed.get(kind):
+            if (tasks := asked(world, kind, None)) is None and not wanted.get(kind):
                 continue
             is_sequence = isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes)
             require(is_sequence, world, kind, tasks, "a sequence of task numbers: a range, a list")
@@ -279,12 +296,6 @@ def check_world(env):
     return eval_env
 
 
-@cache
-def reads_anchors(script: Path) -> bool:
-    """Whether a script compares steps by the state in which they were taken: it says so."""
-    return script.is_file() and ".anchor" in script.read_text(errors="replace")
-
-
 def opened(env, task) -> Episode:
     """A task's fresh episode, before a run begins; exits with one line where the world raises."""
     try:
@@ -297,9 +308,10 @@ def asked(env, name: str, default, *given):
     """An attribute of the world, what its method returns, or the default; exits if it raises."""
     called = f"({', '.join(map(str, given))})" if name in ("together", "summary") else ""
     try:
-        is_there = inspect.getattr_static(env, name, NOTHING) is not NOTHING
-        found = getattr(env, name) if is_there else getattr(env, name, default)
-        return found(*given) if called and hasattr(env, name) else found
+        with as_before(env, f"{name}{called}: "):
+            is_there = inspect.getattr_static(env, name, None) is not None
+            found = getattr(env, name) if is_there else getattr(env, name, default)
+            return found(*given) if called and hasattr(env, name) else found
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and isinstance(error.code, str):
             raise  # a world's own line
@@ -313,6 +325,4 @@ def summary_of(env) -> dict[str, float]:
     require(isinstance(found, dict), env, "summary()", found, "a dict of numbers")
     for key, value in found.items():
         require(number_of(value) is not None, env, f"summary()[{key!r}]", value, "a finite number")
-    numbers = {str(key): number_of(value) for key, value in found.items()}
-    require(len(numbers) == len(found), env, "summary()", found, "a dict without a name twice")
-    return numbers
+    return {str(key): number_of(value) for key, value in found.items()}

@@ -13,9 +13,10 @@ from runtime.flags import shown
 from runtime.saving.files import EPISODE_VERSION, replace_file, to_json
 from runtime.view import viewer
 from runtime.view.terminal import say, warn
-from runtime.worlds import require, summary_of
+from runtime.worlds import asked, check_world, require, summary_of
 
 import numpy as np
+from tqdm import tqdm
 
 ANSWERS_WITHIN = 4.0  # seconds of W&B, whose client asks twice
 TERMINAL = "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill"
@@ -48,6 +49,8 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     groups = {}
     for t in trajectories:
         groups.setdefault(t.task, []).append(t)
+    if asked(env, "train_tasks", False) is not False:
+        check_world(env)  # it may have changed its tasks since the run began
     by_task = [np.mean([t.success for t in group]) for group in groups.values()]
     values = {
         "valid_actions": [step.valid for t in trajectories for step in t.steps],
@@ -152,13 +155,8 @@ def show(row: dict, left: float | None) -> None:
     """The terminal's line of an iteration; left: the seconds that the others will take."""
     numbers = [f"{key} {row[key]:.3f}" for key in TERMINAL.split() if has(row, key)]
     head = f"iteration {row['iteration']:4}  {row['time/elapsed']:6.0f} s"
-    say("  ".join([head, f"{'' if left is None else f'{duration(left)} left':>11}", *numbers]))
-
-
-def duration(seconds: float) -> str:
-    if seconds < 99.5:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 99.5 * 60 else f"{seconds / 3600:.1f} h"
+    ends = "" if left is None else f"{tqdm.format_interval(left)} left"
+    say("  ".join([head, f"{ends:>12}", *numbers]))
 
 
 def has(row: dict, *keys: str) -> bool:

@@ -50,5 +50,6 @@ def plain(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """An error's name, and the first line of what it says, short and plain."""
-    said = plain(str(error).strip().partition("\n")[0][:300])
+    told = str(traceback.TracebackException(type(error), error, None))  # also if its own str fails
+    said = plain(told.strip().partition("\n")[0][:300])
     return f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -2,10 +2,13 @@
 names the flag, the file, the field or the task, or the right numbers where the run can go on."""
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import random
 import re
+import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -91,6 +94,45 @@ def test_a_flag_of_the_world_has_a_plain_type(lines, tmp_path):
     said = said_in_one_line(run_in(tmp_path, flags=f"from dataclasses import field\n{lines}"))
     plain = "the type of a flag is int, float, bool, str, Literal or tuple[str, ...]"
     assert said == TYPES[lines].format(plain)
+
+
+DEFAULTS = {  # what stands in the place of a value, though nobody gave it: what is said
+    "from typing import Literal\nhue: Literal['red', 'blue'] = 'green'": "--hue green: has to be",
+    "cells: int = 2.5": "--cells 2.5: has to be a whole number",
+    "cells: int = None": "--cells None: has to be a whole number",
+    "cells: int = 'many'": "--cells many: has to be a whole number",
+    "size: float = math.nan": "--size nan: has to be a number",
+    "is_open: bool = 'yes'": "--is_open yes: True or False",
+    "num_boxes: int = 77": "--num-boxes 77: has to be a whole number from 1 to 4",
+    "cells: int = 3\ndef __post_init__(self): self.cells = 'x'": "--cells x: has to be a whole",
+    "def __post_init__(self): raise OSError('no rooms')": "Flags.__post_init__ raised OSError: no",
+    "def __post_init__(self): import sys; sys.exit(0)": "Flags.__post_init__ raised SystemExit: 0",
+}
+
+
+@pytest.mark.parametrize("lines", DEFAULTS, ids=lambda lines: lines.splitlines()[-1])
+def test_a_default_is_what_its_flag_may_be(lines, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, flags=lines))
+    assert said.startswith(DEFAULTS[lines].replace("is_open", "is-open")), said
+    assert not (tmp_path / "runs").exists()
+
+
+CLASSES = {
+    "@dataclass\nclass Flags:\n    cells: int": "Flags.__init__() missing 1 required positional ",
+    "@dataclass(slots=True)\nclass Flags:\n    cells: int = 3": "Flags: flags are a dataclass ",
+}
+
+
+@pytest.mark.parametrize("lines", CLASSES)
+def test_a_dataclass_of_flags_that_cannot_be_read(lines, tmp_path):
+    done = run_in(tmp_path, more=f"global Flags\n{lines}")
+    assert CLASSES[lines] in said_in_one_line(done)
+
+
+def test_a_number_that_a_dataclass_of_flags_computes_is_no_flag(tmp_path):
+    lines = "cells: int = 3\ndef __post_init__(self): self.area = self.cells**2"
+    assert run_in(tmp_path, "--cells", "4", flags=lines).returncode == 0
+    assert json.loads((tmp_path / "runs/a/args.json").read_text())["area"] == 16
 
 
 def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
@@ -195,6 +237,30 @@ def test_sets_of_tasks_that_share_none_are_taken(line, tmp_path):
     assert panel == [*evaluates.eval_tasks][:2]
 
 
+CHANGED = {  # what changes while the run is at work: what is said
+    "self.train_tasks = [*self.train_tasks, self.begun]": "and eval_tasks is int 8, expected none",
+    "self.train_tasks = range(2, 20)": "train_tasks and eval_tasks is int 2, expected none",
+    "self.train_tasks = [201]": "train_tasks and validation_tasks is int 201, expected none in two",
+    "self.train_tasks = None": "train_tasks is NoneType None, expected a sequence of task numbers",
+}
+
+
+@pytest.mark.parametrize("line", CHANGED)
+def test_tasks_that_change_during_a_run_do_not_meet_the_panel(line, tmp_path):
+    done = run_in(tmp_path, "--iterations", "3", reset=f"if self.begun == 8: {line}")
+    assert CHANGED[line] in said_in_one_line(done)
+    assert [row["iteration"] for row in rows_of(tmp_path / "runs/a/metrics.jsonl")] == [0]
+    easier = "if self.begun == 8: self.train_tasks = range(150, 190)"  # a curriculum may
+    assert run_in(tmp_path, "--run-name", "b", reset=easier).returncode == 0
+
+
+def test_a_world_that_evaluates_is_one_also_where_it_is_empty(tmp_path):
+    """Its truth is not asked for, as of one with a length of 0."""
+    line = "class Judge(list): name, eval_tasks = 'judge', range(150)\neval_env = Judge()"
+    world = world_with(tmp_path, world=line)
+    assert check_world(world) is world.eval_env
+
+
 FROM_ARGS = """@classmethod
 def from_args(cls, args):
     {}
@@ -203,20 +269,49 @@ World.from_args = from_args"""
 
 def test_a_world_that_cannot_be_made_is_one_line(tmp_path):
     said = said_in_one_line(run_in(tmp_path, more=FROM_ARGS.format("return args.nothing")))
-    assert said.startswith("from_args raised AttributeError: 'Args' object has no attribute 'noth")
+    told = "Episode.from_args raised AttributeError: 'Args' object has no attribute 'nothing' ("
+    assert said.startswith(told)
     assert re.search(r"tiny\.py, line \d+\)$", said)
     said = said_in_one_line(run_in(tmp_path, more=FROM_ARGS.format("return None")))
     assert "name is NoneType None, expected a str" in said
 
 
-def test_what_a_world_sets_as_it_is_made_is_not_the_runs(tmp_path):
-    """A library may prefer float64."""
-    line = "torch.set_default_dtype(torch.float64); return cls()"
+@pytest.mark.parametrize("code", ["", "0", "3"])
+def test_a_world_that_leaves_as_it_is_made_says_so(code, tmp_path):
+    """Status 0 would say that all was done."""
+    done = run_in(tmp_path, more=FROM_ARGS.format(f"import sys; sys.exit({code})"))
+    assert re.match(r"Episode\.from_args raised SystemExit.*tiny\.py, line", said_in_one_line(done))
+    done = run_in(tmp_path, more=FROM_ARGS.format("import sys; sys.exit('--length 2: no')"))
+    assert said_in_one_line(done) == "--length 2: no"
+
+
+SET = [  # what a library, or somebody's constructor, may set
+    "torch.set_default_dtype(torch.float64)",
+    "torch.set_default_device('meta')",
+    "torch.set_grad_enabled(False)",
+    "import os; os.chdir('/')",
+    "import io, sys; sys.stdout = io.StringIO()",
+]
+
+
+@pytest.mark.parametrize("line", SET)
+def test_what_a_world_sets_as_it_is_made_is_not_the_runs(line, tmp_path):
     step = "reward = 0.5 * (self.first % 2)"
-    done = run_in(tmp_path, "--group-size", "4", more=FROM_ARGS.format(line), step=step)
-    assert done.returncode == 0 and torch.get_default_dtype() == torch.float32
+    more = FROM_ARGS.format(f"{line}; return cls()")
+    done = run_in(tmp_path, "--group-size", "4", more=more, step=step)
+    assert done.returncode == 0 and "iteration    1 " in done.stdout
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
     *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
     assert row["policy/moved"] > 0.9
+
+
+@pytest.mark.parametrize("line", SET)
+def test_what_a_summary_or_an_attribute_sets_is_named(line, tmp_path):
+    for head in ("def summary(self):", "@property\ndef measures(self):"):
+        home = tmp_path / head.split("(")[0].split()[-1]
+        home.mkdir()
+        said = said_in_one_line(run_in(home, world=f"{head}\n    {line}; return {{}}"))
+        assert said.startswith(f"tiny world: {home.name}") and said.endswith(", as before"), said
 
 
 # ------------ the first prompt, before a run begins ------------
@@ -265,6 +360,9 @@ def test_the_panels_prompts_are_read_in_one_line(where, line, tmp_path):
 
 def test_episodes_that_share_an_object_are_refused(tmp_path):
     """A world of Gymnasium's kind keeps one episode; here all are played side by side."""
+    slots = "class Slots:\n    __slots__ = ('prompt',)\nself.kept = getattr(self, 'kept', Slots())"
+    slots = world_with(tmp_path, reset=f"{slots}\nself.kept.prompt = 'go'\nreturn self.kept")
+    assert "task 121: reset is Slots <" in line_of(played, slots, [120, 121], stage())
     kept = "self.kept = getattr(self, 'kept', None) or Episode(self, task)\nreturn self.kept"
     said = line_of(played, world_with(tmp_path, reset=kept), [120, 121], stage())
     assert said.startswith("tiny world: task 121: reset is Episode <tiny.Episode object at ")
@@ -296,12 +394,29 @@ def test_a_close_that_waits_is_awaited(tmp_path, recwarn):
 def test_a_script_that_compares_states_needs_them(script, tmp_path):
     """At the start, or at the first step that has none; the others do not ask."""
     said = said_in_one_line(run_in(tmp_path, script=script))
-    assert "tiny world: task 0: anchor is NoneType None, expected the state: mine " in said
+    assert "tiny world: task 0: anchor is NoneType None, expected the state: this " in said
     said = said_in_one_line(run_in(tmp_path, script=script, begin="self.anchor = 0"))
+    assert said.endswith("['score', 'success', 'valid'], expected the key 'anchor'")
+    step = "info['anchor'] = None"
+    said = said_in_one_line(run_in(tmp_path, script=script, begin="self.anchor = 0", step=step))
     assert "tiny world: task 0: info['anchor'] is NoneType None, expected the state" in said
     lines = {"begin": "self.anchor = 0", "step": "info['anchor'] = self.steps"}
     done = run_in(tmp_path, script=script, **lines)
     assert done.returncode == 0, done.stderr
+
+
+def test_step_rewards_of_the_world_need_them(tmp_path):
+    """Zeros in their place would be learnt from in silence; other step rewards do not ask."""
+    words, step = ("--step-reward", "ground-truth"), "reward = 0.5 * (self.first % 2)"
+    script = "istar_webshop_ablations"
+    said = said_in_one_line(run_in(tmp_path, *words, script=script, step=step))
+    needs = "info is list ['score', 'success', 'valid'], expected the key 'game_reward'"
+    assert said == f"tiny world: task 0: {needs}"
+    rewards = f"{step}\ninfo['game_reward'] = self.steps * reward"
+    assert run_in(tmp_path, *words, script=script, step=rewards).returncode == 0
+    episodes = rows_of(tmp_path / "runs/a/episodes.jsonl")
+    assert {s["reward"] for e in episodes for s in e["steps"]} == {0.0, 0.5, 1.0}
+    assert run_in(tmp_path, "--run-name", "b", script=script, step=step).returncode == 0
 
 
 # ------------ what a step returns ------------
@@ -387,6 +502,16 @@ STEPS = {  # the line in step(): (the field that is named, what is expected)
     ),
     "torch.set_grad_enabled(False)": ("is_grad_enabled() is bool False", "True, as before"),
     "torch.manual_seed(7)": ("initial_seed() is int 7", ""),
+    "torch.set_default_device('meta')": ("get_default_device() is device device(type='meta')", ""),
+    "import io, sys; sys.stdout = io.StringIO()": ("outputs() is list [<_io.StringIO", ""),
+    "import io, sys; sys.stderr = io.StringIO()": ("outputs() is list [<", ""),
+    "reward = 10**5000": ("reward is int", NUMBER),
+    f"{BROKEN.replace('ValueError', 'SystemExit')}reward = Broken()": ("reward is Broken", NUMBER),
+    f"{BROKEN.replace('ValueError', 'SystemExit')}info['anchor'] = Broken()": (
+        "info['anchor'] is Broken",
+        "something hashable",
+    ),
+    "async def told(): yield 1\nreturn told()": ("step is async_generator", TUPLE),
     "import os; os.chdir('/')": ("getcwd() is str '/'", ""),
     "import os; os.chdir('/'); raise OSError": ("getcwd() is str '/'", ""),
 }
@@ -402,6 +527,17 @@ def test_a_step_is_checked_and_named(line, tmp_path):
     said = line_of(episode.step, "go")
     assert said.startswith(f"tiny world: task 120: {field}") and f", expected {expected}" in said
     assert [read() for read in OURS] == ours
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_world_that_closes_an_output_is_told_on_the_other(name, tmp_path):
+    world = world_with(tmp_path, step=f"import sys; sys.{name}.close()")
+    episode, streams = Door(world, 120).reset(120), [io.StringIO(), io.StringIO()]
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        said = line_of(episode.step, "go")
+        left = streams[name == "stdout"]
+        assert sys.stdout is sys.stderr is left and not left.closed
+    assert said.startswith("tiny world: task 120: outputs() is list [<")
 
 
 def test_a_huge_observation_ends_its_episode_soon(tmp_path):
@@ -461,7 +597,7 @@ def side_by_side(world, beside, tasks=(5, 6)) -> list:
         return found
 
     with pytest.MonkeyPatch.context() as patch:  # a SystemExit in a task would end the loop
-        patch.setattr("runtime.worlds.sys.exit", lambda said: (_ for _ in ()).throw(OSError(said)))
+        patch.setattr("runtime.worlds.Refused", OSError)
         return asyncio.run(all_of())
 
 
@@ -633,6 +769,7 @@ self.board = self.anchor = Board(0)"""
 
 # ------------ worlds that raise ------------
 
+BAD = "class Bad(Exception):\n    counted = np.zeros(2)\n    def __str__(self): 1 / 0\n"
 RAISED = {  # (the line of step(), the tasks): how many are left out, or the line that ends the run
     ("if self.first == 2: raise OSError('it broke')", 6): 1,
     ("if self.first in (1, 2): raise OSError('it broke')", 10): 2,
@@ -654,6 +791,11 @@ RAISED = {  # (the line of step(), the tasks): how many are left out, or the lin
     ("if self.first == 3: raise type('Panic', (BaseException,), {})('of Rust')", 6): 1,
     ("if self.first == 3: asyncio.run(asyncio.sleep(0))", 6): 1,
     ("if self.first == 3: raise OSError('\\x1b[2J' * 10**5)", 6): 1,
+    (f"{BAD}if self.first == 3: raise Bad", 6): 1,
+    ("class S(str):\n    def encode(self, *a): 1 / 0\nif self.first == 3: observation = S()", 6): 1,
+    ("class D(dict):\n    def __contains__(self, k): 1 / 0\nif self.first == 3: info = D()", 6): 1,
+    ("class T(tuple):\n    def __len__(self): 1 / 0\nif self.first == 3: return T()", 6): 1,
+    ("class B(int):\n    def __bool__(self): 1 / 0\nif self.first == 3: done = B(1)", 6): 1,
 }
 
 
@@ -706,6 +848,12 @@ def test_failures_that_the_world_counts_itself_end_nothing(tmp_path):
     on = stage()
     assert len(played(world_with(tmp_path, step=step), [7] * 5 + [8], on)) == 1
     assert on.faults == 0 and not on.failed
+
+
+def test_whether_a_failure_is_counted_may_not_raise(tmp_path):
+    lost = "class Lost(Exception): counted = property(lambda self: 1 / 0)\nraise Lost('it is')"
+    said = line_of(played, world_with(tmp_path, step=lost), [7], stage())
+    assert said == "Lost: counted raised ZeroDivisionError: division by zero"
 
 
 def test_an_exit_of_the_world_is_no_end_of_the_run(tmp_path):
