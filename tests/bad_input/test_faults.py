@@ -10,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+
+import runtime.ending
+from runtime.distributed import processes
 
 import pytest
 from cases import SMALL, finished
-from conftest import ROOT, files_end_at, free_port, run_main
+from conftest import ROOT, files_end_at, free_port, load, run_main
 from test_catalogue import lines_in, runs_in
 
 SCRIPT = "rloo_sokoban"
@@ -61,6 +65,34 @@ def test_a_disk_that_is_full_at_any_file(resume, tmp_path):
         else:
             assert "nothing is kept; start again" in said and not runs_in(home), (size, said)
     assert tried >= 10
+
+
+def test_a_batch_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
+    """The run still says why it stopped, and what is kept."""
+    module = load(SCRIPT)
+
+    def stops(*_):
+        monkeypatch.setattr(runtime.ending, "replace_file", full)
+        raise FloatingPointError("weights are not finite")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "policy_update", stops)
+    words = [*SMALL, "--iterations", "1", "--run-name", "base"]
+    done = run_main(SCRIPT, *words, cwd=tmp_path, check=False)
+    (said,) = done.stderr.strip().splitlines()
+    told = "stopped: weights are not finite; runs/base/batch-000001.json cannot be written: "
+    assert said.startswith(told) and "--resume runs/base" in said
+
+
+@pytest.mark.parametrize("rank, told", [(0, "stopped: no: nothing is kept"), (1, 1)])
+def test_what_all_processes_end_with_the_first_one_says(rank, told, monkeypatch):
+    monkeypatch.setattr(runtime.ending, "how_to_go_on", lambda path: ": nothing is kept")
+    monkeypatch.setattr(processes, "rank", lambda: rank)
+    with pytest.raises(SystemExit) as end:
+        runtime.ending.stop(SimpleNamespace(path="runs/a"), SystemExit("stopped: no"))
+    assert end.value.code == told
 
 
 # ------------ signals ------------
