@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shlex
@@ -18,9 +19,9 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, get_origin
 
-from runtime.flags import check_words, kinds_of, name_of, shown
+from runtime.flags import Text, check_words, kinds_of, name_of, shown
 from runtime.saving.files import hash_file, hash_files, to_json
 
 import yaml
@@ -41,6 +42,7 @@ KINDS = {  # the distributions that are drawn here, and their keys
 PLACED = ("seed", "runs_dir", "run_name", "resume")  # flags that the runner gives to each run
 LIGHT = {"envs", *sys.stdlib_module_names}  # what is imported to know a program's flags
 MOST_ROWS = 10_000
+MOST = 1e15  # of an end of what is drawn: their difference is finite, whole numbers are exact
 TRIALS = 16  # rows of random and bayes where the file has no run_cap
 
 
@@ -100,18 +102,22 @@ def faults(sweep) -> Iterator[str]:
     method, program, metric = sweep["method"], sweep["program"], sweep["metric"]
     if method not in ("grid", "random", "bayes"):
         yield f"method {method}: grid, random or bayes"
-    if not isinstance(program, str) or not (ROOT / program).is_file():
+    if not isinstance(program, str) or not os.path.isfile(ROOT / program):
         scripts = [path.name for path in ROOT.glob("*.py")]
         yield f"program {program}: no such script{nearest(str(program), scripts)}"
 
-    if not isinstance(metric, dict) or not isinstance(metric.get("name"), str):
+    name = metric.get("name") if isinstance(metric, dict) else None
+    if not isinstance(name, str) or not name.strip():
         yield "metric: has no name; as in {name: eval/success, goal: maximize}"
+    if reason := Text().refusal(name):
+        yield f"metric: name {name[:40]!r}: {reason}"
     if unknown := [*metric.keys() - {"name", "goal"}]:
         yield f"metric: {unknown[0]}: this runner knows name and goal"
     if metric.get("goal", "minimize") not in ("minimize", "maximize"):
         yield f"metric: goal {metric['goal']}: minimize or maximize"
-    if "run_cap" in sweep and not (type(sweep["run_cap"]) is int and sweep["run_cap"] > 0):
-        yield f"run_cap {sweep['run_cap']}: has to be a whole number from 1"
+    cap = sweep.get("run_cap", 1)
+    if type(cap) is not int or not 1 <= cap <= MOST_ROWS:
+        yield f"run_cap {cap}: has to be a whole number from 1 to {MOST_ROWS:,}"
 
     yield from faults_of_command(sweep.get("command") or COMMAND, program)
     if "early_terminate" in sweep:
@@ -151,15 +157,27 @@ def faults_of_command(command, program: str) -> Iterator[str]:
     if not isinstance(command, list):
         yield f"command {command}: has to be a list, as in {COMMAND}"
     words = [*map(str, command)]
-    for word in words:
+    for given, word in zip(command, words):
+        if reason := not_one(given):
+            yield f"command: {reason}"
         if "${" in word and word not in COMMAND:
             yield f"command: {word}: this runner knows {', '.join(COMMAND)}"
     if "${program}" not in words and program not in words:
         yield f"command {command}: has neither ${{program}} nor {program}"
     if "${args}" not in words:
         yield f"command {command}: has no ${{args}}, so no parameter would reach the program"
+    if words.index("${args}") < words.index("${program}" if "${program}" in words else program):
+        yield f"command {command}: ${{args}} has to follow the program, whose flags they are"
     if not words[0].startswith("$") and not shutil.which(words[0]):
         yield f"command: {words[0]}: no such program"
+
+
+def not_one(value) -> str:
+    """Why this cannot be a word of a command line, or nothing."""
+    if value is None or isinstance(value, dict | list):
+        return f"{value}: has to be one word or number"
+    reason = Text().refusal(str(value))
+    return f"{str(value)[:40]!r}: {reason}" if reason else ""
 
 
 def faults_of_parameter(parameter, method: str) -> Iterator[str]:
@@ -172,7 +190,7 @@ def faults_of_parameter(parameter, method: str) -> Iterator[str]:
         near = nearest(kind, KINDS)
         yield f"distribution {kind}: this runner draws {', '.join(KINDS)}{near}"
     if extra := sorted(map(str, keys - KINDS[kind] - {"distribution"})):
-        near = nearest(extra[0], {*keys, *set.union(*KINDS.values())} - {extra[0]})
+        near = nearest(extra[0], {*map(str, keys), *set.union(*KINDS.values())} - {extra[0]})
         yield f"{extra[0]}: no key of {kind}, which has {' and '.join(sorted(KINDS[kind]))}{near}"
     if missing := sorted(KINDS[kind] - keys):
         yield f"has no {' and no '.join(missing)}, which {kind} needs"
@@ -190,9 +208,13 @@ def faults_of_parameter(parameter, method: str) -> Iterator[str]:
             right = right and all(is_number(share) and share >= 0 for share in shares)
             if not right or abs(sum(shares) - 1) > 1e-3:
                 yield f"probabilities {shares}: has to be {len(values)} numbers whose sum is 1"
+    for value in ends_of(parameter) if "min" not in parameter else ():
+        for part in value if isinstance(value, list) else [value]:
+            if part is not None and (reason := not_one(part)):
+                yield reason
     for end in ("min", "max") if "min" in parameter else ():
-        if not is_number(parameter[end]):
-            yield f"{end} {parameter[end]!r}: has to be a number, without quotes"
+        if not is_number(parameter[end]) or abs(parameter[end]) > MOST:
+            yield f"{end} {parameter[end]!r}: has to be a number within ±{MOST:g}, without quotes"
         if kind == "int_uniform" and type(parameter[end]) is not int:
             yield f"{end} {parameter[end]}: has to be whole for int_uniform; or write uniform"
         if kind == "log_uniform_values" and parameter[end] <= 0:
@@ -241,7 +263,13 @@ def check_flags(path: Path, sweep: dict, args) -> None:
         sys.exit(f"{path}: {refusal}")
     check_words([*args.more, *(f"--seed={seed}" for seed in args.seeds)], flags)
     for name, parameter in parameters.items():
-        if kind_of(parameter) == "int_uniform" and flags[name].kind is float:
+        kind = flags[name].kind
+        for value in ends_of(parameter):
+            many = isinstance(value, list) and get_origin(kind) is not tuple
+            if value is None or many or (isinstance(value, bool) and kind is str):
+                needs = "has to be one value, in quotes if it is text"
+                sys.exit(f"{path}: {name}: {shown(value)}: {needs}")
+        if kind_of(parameter) == "int_uniform" and kind is float:
             low, high = parameter["min"], parameter["max"]
             told = f"only whole numbers are drawn, as W&B does; write {low}.0 and {high}.0 for all"
             print(f"{path}: {name}: {told}", file=sys.stderr)
@@ -374,7 +402,7 @@ def command_of(sweep: dict, config: dict) -> list[str]:
 
 def text_of(sweep: dict) -> str | None:
     """The hash of the program, of its imports from beside it or from envs/, and of its model."""
-    program = ROOT / sweep["program"]
+    program = (ROOT / sweep["program"]).resolve()  # Python imports from beside a link's target
     if not program.is_file():
         return None
     model = sweep.get("parameters", {}).get("model", {}).get("value")

@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from runtime.saving.files import append, lock, replace_file, rows_of, to_json
 from sweeps.file import (
+    MOST_ROWS,
     TRIALS,
     Job,
     check_flags,
@@ -155,15 +156,19 @@ class Runner:
 
         seen = 0
         with self.log(job).open("w") as log:
-            process = subprocess.Popen(
-                [*job.words, *place],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=begin,
-                start_new_session=True,  # Ctrl-C is this process's to pass on
-            )
+            try:
+                process = subprocess.Popen(
+                    [*job.words, *place],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=begin,
+                    start_new_session=True,  # Ctrl-C is this process's to pass on
+                )
+            except OSError as error:  # it is no executable, or the words are too long
+                log.write(f"{error.filename}: {error.strerror}")
+                return 1
             self.processes.add(process)
             if self.stopping:
                 process.terminate()
@@ -335,10 +340,10 @@ def read_arguments() -> argparse.Namespace:
         sys.exit(f"--jobs {args.jobs}: from 1 to {cores}, the cores that there are")
     if len({*args.seeds}) < len(args.seeds):
         sys.exit(f"--seeds {' '.join(map(str, args.seeds))}: each only once")
-    if args.trials is not None and args.trials < 1:
-        sys.exit(f"--trials {args.trials}: has to be at least 1")
-    if args.draw_seed < 0:
-        sys.exit(f"--draw-seed {args.draw_seed}: has to be at least 0")
+    if args.trials is not None and not 1 <= args.trials <= MOST_ROWS:
+        sys.exit(f"--trials {args.trials}: has to be from 1 to {MOST_ROWS:,}")
+    if not 0 <= args.draw_seed <= 10**9:
+        sys.exit(f"--draw-seed {args.draw_seed}: has to be from 0 to {10**9:,}")
     return args
 
 

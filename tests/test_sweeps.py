@@ -427,6 +427,18 @@ def test_another_text_of_its_world_is_another_program(tmp_path, monkeypatch):
         assert sweep_file.text_of({"program": "mine.py"}) in seen
 
 
+def test_a_link_to_a_program_is_what_it_links_to(tmp_path):
+    """Python finds a script's imports beside the file that the link names."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/program.py").write_text("import helper\n")
+    (tmp_path / "program.py").symlink_to("elsewhere/program.py")
+    seen = set()
+    for text in ("a = 1\n", "a = 2\n"):
+        (tmp_path / "elsewhere/helper.py").write_text(text)
+        seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")}))
+    assert len(seen) == 2
+
+
 def test_another_text_of_the_program_is_another_program(sweep, tmp_path):
     file = sweep({"alpha": {"values": [1, 2]}})
     execute(file)

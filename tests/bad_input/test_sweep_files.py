@@ -50,6 +50,7 @@ REFUSED = {
     "a key that nobody knows": ({"paramters": 1}, "paramters: no key", "perhaps parameters"),
     "a key of a server": ({"scheduler": {"engine": "optuna"}}, "scheduler: no key", "run_cap"),
     "no program": ({"program": None}, "program: is missing"),
+    "a program of 5,000 characters": ({"program": "a" * 5000}, "program aaa"),
     "a program that is not there": ({"program": "istar_webshp.py"}, "perhaps istar_webshop.py"),
     "a directory as program": ({"program": "envs"}, "program envs: no such script"),
     "a number as program": ({"program": 3}, "program 3: no such script"),
@@ -59,11 +60,28 @@ REFUSED = {
     "no metric": ({"metric": None}, "metric: is missing"),
     "a word as metric": ({"metric": "eval/success"}, "metric: has no name", "goal: maximize}"),
     "a metric without a name": ({"metric": {"goal": "maximize"}}, "metric: has no name"),
+    "an empty name": ({"metric": {"name": " "}}, "metric: has no name"),
+    "a name of two lines": ({"metric": {"name": "a\nb"}}, "metric: name 'a\\nb': has characters"),
+    "a long name": ({"metric": {"name": "a" * 5000}}, "metric: name 'aaa", "has 5,000 characters"),
     "another goal": ({"metric": {"name": "a", "goal": "up"}}, "goal up: minimize or maximize"),
     "a target": ({"metric": {"name": "a", "target": 0.9}}, "metric: target: this runner knows"),
     "run_cap 0": ({"run_cap": 0}, "run_cap 0: has to be a whole number from 1"),
+    "run_cap 10**12": ({"run_cap": 10**12}, "run_cap 1000000000000: has", "to 10,000"),
     "a word as run_cap": ({"run_cap": "ten"}, "run_cap ten: has to be a whole number from 1"),
     "a command as text": ({"command": "python a.py"}, "command python a.py: has to be a list"),
+    "flags before the program": (
+        {"command": ["python", "${args}", "${program}"]},
+        "${args} has to follow the program",
+    ),
+    "null in the command": ({"command": ["python", None, "${program}", "${args}"]}, "None: has to"),
+    "a mapping in it": (
+        {"command": ["python", "${program}", "${args}", {"a": 1}]},
+        "{'a': 1}: has",
+    ),
+    "NUL in it": (
+        {"command": ["python", "${program}", "a\0", "${args}"]},
+        "'a\\x00': has characters",
+    ),
     "a macro": ({"command": ["python", "${program}", "${args_json}"]}, "${args_json}", "${args}"),
     "a command without flags": ({"command": ["python3", "${program}"]}, "has no ${args}"),
     "another script in it": ({"command": ["python", "b.py", "${args}"]}, "has neither ${program}"),
@@ -101,6 +119,19 @@ REFUSED = {
     "the runs' directory": (of(runs_dir={"value": "a"}), "runs_dir: the runner gives", "--out"),
     "no values": (of(alpha={"values": []}), "alpha: values []: has to be a list of at least one"),
     "one value as values": (of(alpha={"values": 3}), "alpha: values 3: has to be a list"),
+    "null as a key": (of(alpha={None: 1}), "alpha: None: no key of uniform"),
+    "NUL": (of(alpha={"values": [1, "a\0b"]}), "alpha: 'a\\x00b': has characters that are not"),
+    "half of a surrogate pair": (of(alpha={"value": "\ud800"}), "alpha: '\\ud800': has characters"),
+    "200,000 characters": (of(alpha={"value": "x" * 200_000}), "alpha: 'xxx", "has 200,000 char"),
+    "NUL in a list": (of(alpha={"value": ["a", "\0"]}), "alpha: '\\x00': has characters"),
+    "a mapping as a value": (
+        of(alpha={"values": [{"b": 1}]}),
+        "alpha: {'b': 1}: has to be one word",
+    ),
+    "lists of lists": (
+        of(alpha={"values": [[1, [2]]]}),
+        "alpha: [2]: has to be one word or number",
+    ),
     "nested parameters": (of(adam={"parameters": GOOD}), "adam: nested parameters: a flag has no"),
     "a grid of a range": (of(alpha=UNIFORM), "alpha: a grid needs values, not uniform"),
     "a grid of whole numbers": (of(alpha={"min": 1, "max": 3}), "alpha: a grid needs values"),
@@ -129,6 +160,7 @@ REFUSED = {
         of(**{f"a{n}": {"values": [*range(10)]} for n in range(9)}),
         "parameters: a grid of 1,000,000,000 rows, 10,000 are the most without run_cap",
     ),
+    "ends too far apart": (drawn(min=-1e308, max=1e308), "alpha: min -1e+308: has to be a number"),
     "ends the wrong way": (drawn(min=2, max=1), "alpha: min 2: has to be below max 1"),
     "ends that are equal": (drawn(min=1.0, max=1.0), "alpha: min 1.0: has to be below max 1.0"),
     "the logarithm of 0": (
@@ -160,6 +192,14 @@ REFUSED = {
     "null as a number": (ISTAR | of(alpha={"values": [None]}), "--alpha None: has to be a number"),
     "a boolean as a number": (ISTAR | of(alpha={"values": [True]}), "--alpha True: has to be a"),
     "a number as a boolean": (ISTAR | of(quiet={"values": [0]}), "--quiet 0: True or False"),
+    **{
+        f"{value} as text": (
+            ISTAR | of(model={"values": [value]}),
+            f"model: {value}: has to be one",
+        )
+        for value in (None, True, ["a", "b"])
+    },
+    "null as a list": (ISTAR | of(override={"value": None}), "override: None: has to be one value"),
     "an end out of range": (
         ISTAR | drawn(min=-1.0, max=1.0),
         "--alpha -1.0: has to be a number from 0 to",
@@ -183,8 +223,9 @@ WORDS = {
     "--jobs 999": "--jobs 999: from 1 to ",
     "--jobs two": "argument --jobs: invalid int value: 'two'",
     "--seeds 1 1": "--seeds 1 1: each only once",
-    "--trials 0": "--trials 0: has to be at least 1",
-    "--draw-seed -1": "--draw-seed -1: has to be at least 0",
+    "--trials 0": "--trials 0: has to be from 1 to 10,000",
+    "--trials 10001": "--trials 10001: has to be from 1 to 10,000",
+    "--draw-seed -1": "--draw-seed -1: has to be from 0 to 1,000,000,000",
 }
 
 # changes -> the values of alpha that the runs have had
@@ -326,6 +367,19 @@ def test_flags_of_all_runs_are_read_before_the_first_one(sweep):  # noqa: F811
     broken.write_text("def main(:\n")
     done = execute(sweep(GOOD), check=False)
     assert done.returncode == 1 and done.stderr == f"{broken}: line 1: invalid syntax\n"
+
+
+def test_a_command_that_cannot_be_started_is_told_of_its_run(sweep):  # noqa: F811
+    """The program is no executable; or the words are more than a process may have."""
+    many = {f"p{n}": {"value": "x" * 4000} for n in range(1200)}
+    for changes, told in (
+        (of(alpha={"value": 1}) | {"command": ["${program}", "${args}"]}, "Permission denied"),
+        (of(alpha={"value": 1}, **many), "Argument list too long"),
+    ):
+        done = execute(one_of(sweep, changes), check=False)
+        lines = done.stderr.splitlines()
+        assert done.returncode == 1 and lines[0] == "1 of 1 runs failed:" and len(lines) == 2
+        assert told in lines[1] and "alpha-1" in lines[1]
 
 
 def test_a_metric_that_the_runs_do_not_have_names_the_nearest(sweep):  # noqa: F811
