@@ -15,10 +15,9 @@ MARK = "\ufdd0"  # a token of a copy of the tokenizer alone: what follows it doe
 
 class Chat:
     """Tokens of prompts, observations and answers; a picture stands before the words beside it.
-    They are those of the whole template's text: words are tokenised together with what the template
-    writes around them, up to its control tokens. A template's token in the environment's words does
-    not become control; nothing that was sampled is tokenised again, so past thoughts stay, unless
-    drops_thoughts: then later contexts have of an answer what Qwen3's template has of past ones.
+    They are those of the whole template's text, up to its control tokens; none of these in the
+    environment's words becomes control. Nothing that was sampled is tokenised again, so past
+    thoughts stay, unless drops_thoughts: then contexts have what Qwen3's template has of them.
     most: tokens of a context. processor: the model's PictureProcessor, if there are pictures.
     options: the template's own variables, {name: value}. ValueError: it has no such layout."""
 
@@ -27,18 +26,20 @@ class Chat:
     def __init__(self, tokenizer, stop_ids: list[int], processor=None, options: dict | None = None):
         self.tokenizer, self.stop_ids, self.processor = tokenizer, stop_ids, processor
         self.apply = partial(tokenizer.apply_chat_template, tokenize=False, **options or {})
-        marks = (more := [f"<Mark {n}>\n\n\n '&\"  {n}" for n in range(5)])[:3]
-        layout, padded = self.layout(marks), self.layout([f" {marks[0]}\n", *marks[1:]])
-        self.trims, as_is = layout == padded, layout.replace(marks[0], f" {marks[0]}\n")
-        if any(layout.count(mark) != 1 for mark in marks) or padded not in (layout, as_is):
-            raise ValueError("it does not write each message once, as it is")
+        marks = (more := [f"<Mark {n}>\n\n\n '&\"  {n}" for n in range(201)])[:3]
+        layout, texts = self.layout(marks), (f"{' ' * 9999}{marks[0]}\n", "")
+        padded, empty = (self.layout([text, *marks[1:]]) for text in texts)
+        as_is, nothing = (layout.replace(marks[0], text) for text in texts)
+        self.trims, once = layout == padded, all(layout.count(mark) == 1 for mark in marks)
+        if not once or padded not in (layout, as_is) or empty != nothing:
+            raise ValueError("it does not write each message once, as it is, also an empty one")
         head, header, between, answer = re.split("|".join(map(re.escape, marks)), layout)
-        turns = zip([head, header, between, header, between], more)
-        if "".join(map("".join, turns)) + answer != self.layout(more):
+        turns = "".join(map("".join, zip([head, *[header, between] * 100], more)))
+        past, now = (re.sub(r"</?think>|\s", "", text) for text in (header, answer))
+        if turns + answer != self.layout(more) or commonprefix([past, now]) not in (past, now):
             raise ValueError("it writes later turns otherwise than the first ones")
-        common = commonprefix([header, answer])
-        begins = not header[len(common) :].strip() or self.layout(marks, False) != layout
-        if not between or not answer or not begins:
+        begins, common = self.layout(marks, False) != layout, commonprefix([header, answer])
+        if not between or not answer or not (begins or now.startswith(past)):
             raise ValueError("nothing in it tells where an answer begins and ends")
         opened = re.search(r"<\w+>\s*$|$", answer)[0]  # <think> that a past answer does not get
         self.opened = "" if header.rstrip().endswith(opened.rstrip()) else opened
@@ -84,8 +85,7 @@ class Chat:
         head = self.layout(["<mark>"]).split("<mark>")[0]
         ids = self.encode(pictured.removeprefix(head).split("<mark>")[0])
         if ids.count(self.processor.image_token) != 1 or not pictured.startswith(head):
-            none = "its chat template has no place for a picture"
-            sys.exit(f"--model {self.processor.model}: {none}")
+            sys.exit(f"--model {self.processor.model}: its chat template has no place for pictures")
         place = ids.index(self.processor.image_token)
         return ids[:place], ids[place + 1 :]
 

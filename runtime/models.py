@@ -14,7 +14,6 @@ from runtime.vision.pictures import PictureProcessor
 
 import torch
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # of weights that train, as safetensors names them
 AFTER_HEAD = "final_logit_softcapping", "logit_scale", "logits_scaling"  # of config.json
 
 
@@ -57,7 +56,7 @@ def check_headers(path: Path) -> None:
                 for name in tensors.keys():
                     part = tensors.get_slice(name)
                     dtype = part.get_dtype()
-                    if dtype not in FLOATS and len(part.get_shape()) > 1:
+                    if dtype not in ("F64", "F32", "F16", "BF16") and len(part.get_shape()) > 1:
                         raise ModelError(f"{file.name}: quantised weights do not train ({dtype})")
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file.name} is no safetensors file ({error})") from error
@@ -145,10 +144,8 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     try:
         chat = Chat(tokenizer, stop_ids, processor, options)
     except Exception as error:  # a template is a program, and may do anything
-        why = f"its chat template cannot be used ({first_line(error)})"
-        if type(error).__name__ == "TemplateError":  # it has refused the messages
-            why += "; edit it so that it takes user and assistant in turn, without a system message"
-        raise ModelError(why) from error
+        why = f"its chat template cannot be used ({first_line(error)}); edit a copy: it gets"
+        raise ModelError(f"{why} user and assistant in turn, without a system message") from error
     if run:
         chat.drops_thoughts = run.args.run_args.drop_thoughts
         chat.most = run.args.max_context_tokens
@@ -171,8 +168,8 @@ def template_options(run, tokenizer) -> dict:
     """What a run gives to the chat template: --chat-template-kwargs, and the day it began."""
     given = run.args.run_args.chat_template_kwargs
     options = json.loads(given or "{}")
-    text, ours = str(tokenizer.chat_template), ("messages", "add_generation_prompt")
-    read = {*re.findall(r"\w+", text)} - {*ours}  # which Chat gives
+    read = {*re.findall(r"\w+", str(tokenizer.chat_template))}
+    read -= {"messages", "add_generation_prompt"}  # which Chat gives
     if unread := [name for name in options if name not in read]:
         refuse("chat_template_kwargs", given, f"--model's chat template takes no {unread[0]}")
     began = datetime.fromisoformat(processes.broadcast(run.starts and run.starts[0]["time"]))

@@ -490,17 +490,37 @@ def test_a_template_that_refuses_the_messages_is_told_in_one_line():
 
 @pytest.mark.parametrize(
     "before, after",
-    {
-        "{% for": "{% set messages = messages[-3:] %}{% for",  # a window
-        "message.role + '": "message.role + ' ' ~ loop.index + '",  # rounds with numbers
-        "{% if add": "{% if messages|length > 3 %}<|im_start|>Be brief.{% endif %}{% if add",
-    }.items(),
+    (
+        *(
+            ("{% for", f"{{% set messages = messages[-{n}:] %}}{{% for") for n in (3, 5, 51)
+        ),  # a window
+        ("message.role + '", "message.role + ' ' ~ loop.index + '"),  # rounds with numbers
+        ("{% if add", "{% if messages|length > 3 %}<|im_start|>Be brief.{% endif %}{% if add"),
+        ("message.content + '", "message.content + (' /think' if loop.last else '') + '"),
+        (
+            "{{ '<|im_start|>' + m",
+            "{{ bos_token + '<|im_start|>' + m",
+        ),  # not where an answer begins
+    ),
 )
 def test_a_template_that_writes_later_turns_otherwise_is_refused(before, after):
     """What was said would have other ids in the next turn."""
-    ours = dressed(byte_level(IM), CHATML.replace(before, after), (None, "<|im_end|>"))
-    with pytest.raises(ModelError, match="it writes later turns otherwise than the first ones"):
+    ours = dressed(byte_level(IM), CHATML.replace(before, after), ("<|endoftext|>", "<|im_end|>"))
+    with pytest.raises(ModelError, match="it writes later turns otherwise than.*; edit a copy"):
         read_chat(ours, [ours.eos_token_id], "m")
+
+
+def test_a_template_whose_past_answers_have_closed_their_thoughts_is_taken():
+    """DeepSeek-V3.1's: what the prompt opened is <think>, and past answers begin with </think>."""
+    template = R1.replace("'<｜Assistant｜>' + content", "'<｜Assistant｜></think>' + content")
+    ours = dressed(byte_level(SENTENCE, [*THOUGHT, *ROLES_OF_R1]), template, SENTENCE)
+    chat = Chat(ours, [ours.eos_token_id])
+    action = ours.encode("a</think>left", add_special_tokens=False) + [ours.eos_token_id]
+    assert chat.response(action) == "<think>\na</think>left"
+    context = ours.decode(chat.prompt("Go.") + action + chat.observation("A wall.", action))
+    assert context.endswith(
+        f"<think>\na</think>left{SENTENCE[1]}<｜User｜>A wall.<｜Assistant｜><think>\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -514,6 +534,11 @@ def test_a_template_that_writes_later_turns_otherwise_is_refused(before, after):
         ("message.content", "message.content.lstrip()", "write each message once, as it is"),
         ("message.content", "message.content.strip('\\n')", "write each message once, as it is"),
         ("message.content", "(message.content | lower)", "write each message once, as it is"),
+        ("message.content", "(message.content or 'none')", "as it is, also an empty one"),
+        ("message.content", "(message.content | trim or 'none')", "as it is, also an empty one"),
+        ("messages %}", "messages if message.content %}", "as it is, also an empty one"),
+        ("message.content", "message.content[:4000]", "write each message once, as it is"),
+        ("{% for", "{% for i in range(10**9) %}{% endfor %}{% for", "Range too big"),
         ("{% if add", "{% if none", "nothing in it tells where an answer begins"),
         ("message.role + ", "message.role ~ loop.index + ", "it writes later turns otherwise"),
         ("{% for", "{{ range(10**5) | random }}{% for", "write each message once, as it is"),
