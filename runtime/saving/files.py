@@ -50,11 +50,15 @@ def append(path: Path, lines: list[str]) -> None:
 
 
 def write(path: Path, mode: str, content: bytes) -> None:
-    """Write into a file and see it on the disk."""
-    with open(path, mode) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write into a file and see it on the disk; OSError names the file."""
+    try:
+        with open(path, mode) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # only open's own has it
+        error.filename = error.filename or str(path)
+        raise
 
 
 def sync(path: Path) -> None:
@@ -100,7 +104,7 @@ def hash_file(path: Path) -> str:
 
 def hash_files(path: Path | None) -> str | None:
     """SHA-256 over names and contents of a directory's files, not of hidden ones."""
-    if path is None or not (path := Path(path)).is_dir():
+    if path is None or not os.path.isdir(path := Path(path)):
         return None
     files = [name for name in glob("**", root_dir=path, recursive=True) if (path / name).is_file()]
     together = "".join(f"{name} {hash_file(path / name)}\n" for name in sorted(files))
@@ -113,6 +117,5 @@ def lock(path: Path) -> int:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(file)
         sys.exit(f"{path}: another process is at work there")
     return file

@@ -2,6 +2,7 @@
 there, processes that die, an engine without memory."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -14,6 +15,8 @@ from types import SimpleNamespace
 
 import runtime.ending
 from runtime.distributed import processes
+
+from runtime.saving import files
 
 import pytest
 from cases import SMALL, finished
@@ -93,6 +96,24 @@ def test_what_all_processes_end_with_the_first_one_says(rank, told, monkeypatch)
     with pytest.raises(SystemExit) as end:
         runtime.ending.stop(SimpleNamespace(path="runs/a"), SystemExit("stopped: no"))
     assert end.value.code == told
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    """Also where Python's own error does not; what was there is there still, and nothing else."""
+    path = tmp_path / "args.json"
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk, pytest.raises(OSError) as stop:
+        disk.setattr(os, "fsync", full)
+        files.append(path, ["{}"])
+    assert str(stop.value) == f"[Errno 28] No space left on device: '{path}'"
+    files.write_json(path, {"seed": 1})
+    with files_end_at(100), pytest.raises(OSError) as stop:
+        files.write_json(path, {"seed": "x" * 200})
+    assert stop.value.errno == errno.EFBIG and "args.json" in stop.value.filename
+    assert files.read_json(path) == {"seed": 1} and [*tmp_path.iterdir()] == [path]
 
 
 # ------------ signals ------------
