@@ -224,12 +224,13 @@ def evaluations(directory: Path, row: str, seed: int) -> list[dict]:
     return found
 
 
-def run_row(row: str, seed: int, directory: Path) -> list[dict]:
-    """The evaluations of a row with a seed: of the run that is there, or of one made now."""
+def run_row(row: str, seed: int, directory: Path, common: list[str]) -> list[dict]:
+    """The evaluations of a row with a seed: of the run that is there, or of one made now. common:
+    flags of every row, which come after FLAGS."""
     name = "".join(c if c.isalnum() else "-" for c in f"{row} {seed}")
     words = shlex.split(row)
     own = shlex.split(OWN.get(words[0], ""))
-    flags = [*shlex.split(FLAGS), *own, *words[1:], "--seed", str(seed)]
+    flags = [*shlex.split(FLAGS), *common, *own, *words[1:], "--seed", str(seed)]
     iterations = int(flags[len(flags) - flags[::-1].index("--iterations")])
     done = evaluations(directory / name, row, seed) if (directory / name).exists() else []
     if done and done[-1]["iteration"] == iterations:
@@ -376,6 +377,7 @@ def main():
     )
     parser.add_argument("--name", default="credit", help="The results have this name.")
     parser.add_argument("--rows", nargs="+", default=ROWS, help="Rows, with flags of their own.")
+    parser.add_argument("--flags", default="", help="Flags of every row: '--dtype bfloat16'.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="Each row has these.")
     parser.add_argument("--table", action="store_true", help="Run nothing.")
     parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "credit")
@@ -393,7 +395,7 @@ def main():
     done = {(row["row"], row["seed"]) for row in rows_of(kept)}
     for seed, row in [] if args.table else product(args.seeds, args.rows):
         if (row, seed) not in done:
-            found = run_row(row, seed, args.runs_dir)
+            found = run_row(row, seed, args.runs_dir, shlex.split(args.flags))
             append(kept, [json.dumps(evaluation) for evaluation in found])
             success, seconds = found[-1]["success"], found[-1]["seconds"]
             print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)

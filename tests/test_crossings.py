@@ -208,7 +208,7 @@ def test_what_is_stored_is_not_run_again(tmp_path, monkeypatch, capsys):
     ends = {"rloo --clip 1": 0.4, "truth --clip 1": 0.9, "istar": 0.6}
     made = []
 
-    def run_row(row, seed, directory):
+    def run_row(row, seed, directory, common):
         made.append((row, seed))
         found = {"row": row, "seed": seed, "seconds": 60.0}
         return [found | {"iteration": i, "success": ends[row] * i / 60} for i in (0, 60)]

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import runtime.ending
 from runtime.distributed import processes
-
 from runtime.saving import files
 
 import pytest
