@@ -70,7 +70,7 @@ def read_sweep(path: Path) -> dict:
     try:
         sweep = yaml.load(path.read_bytes().decode(), Loader)
         json.dumps(sweep)
-    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+    except Exception as error:  # PyYAML has no class for what a tag like !!bool cannot read
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         if isinstance(error, UnicodeDecodeError):
             reason = "is no text in UTF-8"

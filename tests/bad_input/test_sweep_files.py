@@ -46,6 +46,8 @@ REFUSED = {
     "a key twice": ("method: grid\nmethod: random\n", "method stands twice", "line 1"),
     "brackets without end": ("[" * 1500, "recursion"),
     "itself": ("&a [*a]", "Circular reference"),
+    "a boolean that is none": ("!!bool maybe", "maybe"),
+    "a date that is none": ("!!timestamp abc", ""),
     "a date": ("program: a.py\nname: 2024-01-01\n", "date is not JSON serializable"),
     "a key that nobody knows": ({"paramters": 1}, "paramters: no key", "perhaps parameters"),
     "a key of a server": ({"scheduler": {"engine": "optuna"}}, "scheduler: no key", "run_cap"),
