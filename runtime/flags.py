@@ -66,30 +66,28 @@ class RunArgs:
 
 MOST = 10_000_000  # of what is counted
 LARGE, SMALL = 1e9, 1e-9  # of what is measured
-PATH = 4096  # characters of a text, as long as a path may be
-NAME, NAME_BYTES = 100, 255  # characters and bytes of a name
+PATH = 4096  # bytes of a text, as long as a path may be
+NAME = 100  # bytes of a name
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers of a kind, int or float, from `least` to `most`, both included; `or_zero`: and 0."""
+    """Numbers of a kind, int or float, from `least` to `most`, both included."""
 
     kind: type
     least: float
     most: float
-    or_zero: bool = False
 
     def __str__(self) -> str:
         number, form = ("a whole number", ",d") if self.kind is int else ("a number", "g")
-        zero = "0 or " if self.or_zero else ""
-        return f"{zero}{number} from {self.least:{form}} to {self.most:{form}}"
+        return f"{number} from {self.least:{form}} to {self.most:{form}}"
 
     @property
     def metavar(self) -> str:
         """How --help shows it: INT>=1, FLOAT>0, 0<=FLOAT<=1."""
         name = self.kind.__name__.upper()
         if self.least == SMALL:
-            return f"{name}>=0" if self.or_zero else f"{name}>0"
+            return f"{name}>0"
         if self.least < 0:
             return name
         if self.most >= MOST:
@@ -102,8 +100,7 @@ class Range:
             value = self.kind(text)
         except ValueError:
             return f"has to be {self}"
-        inside = self.least <= value <= self.most or (self.or_zero and value == 0)
-        return "" if inside else f"has to be {self}"
+        return "" if self.least <= value <= self.most else f"has to be {self}"
 
 
 @dataclass(frozen=True)
@@ -118,13 +115,11 @@ class Text:
         """What is wrong with this text, or nothing."""
         if not text.isprintable():
             return "has characters that are not printable"
-        most = NAME if self.component else PATH
-        if len(text) > most:
-            return f"has {len(text):,} characters, {most:,} are the most"
+        most, length = NAME if self.component else PATH, len(text.encode())
+        if length > most:
+            return f"has {length:,} bytes, {most:,} are the most"
         if self.component and (text in (".", "..") or "/" in text or text != text.strip()):
             return "has to be the name of one directory, without a path or blanks around it"
-        if self.component and len(text.encode()) > NAME_BYTES:
-            return f"has {len(text.encode())} bytes, {NAME_BYTES} are the most"
         return ""
 
 
@@ -151,10 +146,9 @@ TABLE = {
         step_gamma distance_discount target noise observation_share""",
     Range(float, 0.05, 0.95): "engine_gpu_share",
     Range(float, SMALL, LARGE): "temperature clip value_clip engine_cap timeout rotary_base",
-    Range(float, SMALL, LARGE, or_zero=True): "eval_temperature",
     Range(float, SMALL, math.inf): "lr_halving max_grad_norm",  # inf: without a limit
     Range(float, 0.0, LARGE): """alpha beta invalid_penalty prm_ridge prm_weight_decay
-        pair_margin step_weight""",
+        pair_margin step_weight eval_temperature""",
     Text(): """model runs_dir resume out webshop_data sotopia_data alfworld_data game
         partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
         eval_judge_url eval_judge_model chat_template_kwargs""",
@@ -192,8 +186,6 @@ def parse(args_class: type[T], description: str) -> T:
     """The script's flags from the command line; exits with one line where a flag is unknown or its
     value is not what its type and the table say. --flag=False is read, and --flag=['a', 'b']."""
     flags, argv = kinds_of(args_class), sys.argv[1:]
-    for name in flags.keys() & {f"no_{name}" for name in flags if flags[name].kind is bool}:
-        sys.exit(f"--{name.replace('_', '-')}: a flag, and what turns another one off; rename it")
     if not {"-h", "--help"} & {*argv}:
         argv = check_words(argv, flags)
     return tyro.cli(args_class, args=argv, description=description)
@@ -289,8 +281,7 @@ def flags_of(args) -> dict:
             flags |= flags_of(value)
         else:
             value = list(value) if isinstance(value, tuple) else value
-            infinite = isinstance(value, float) and not math.isfinite(value)
-            flags[name] = str(value) if infinite else value
+            flags[name] = "inf" if value == math.inf else value
     return flags
 
 

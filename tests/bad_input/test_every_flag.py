@@ -213,20 +213,6 @@ def test_what_is_taken_arrives(script, monkeypatch):
     assert {name: float(flags[name]) for name in chosen} == {n: float(v) for n, v in chosen.items()}
 
 
-@dataclass
-class Walls:
-    walls: bool = True
-    no_walls: bool = False
-
-
-def test_a_flag_that_turns_another_one_off_is_refused(monkeypatch):
-    """--no-walls is what switches --walls off."""
-    monkeypatch.setattr(sys, "argv", ["script"])
-    with pytest.raises(SystemExit) as stop:
-        parse(Walls, "")
-    assert stop.value.code == "--no-walls: a flag, and what turns another one off; rename it"
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_words_that_are_no_flag_are_refused_with_the_nearest(script):
     kinds = kinds_of(load(script).Args)
