@@ -16,7 +16,6 @@ import torch
 from tqdm import tqdm
 
 FAILED_SHARE = 0.2  # of a rollout's episodes; if more worlds raise, the run ends
-FAILURES = 3  # of one task in a run end it
 
 
 class Stage:
@@ -25,21 +24,20 @@ class Stage:
     def __init__(self, engine, chat, args):
         self.engine, self.chat, self.args = engine, chat, args
         self.faults = 0  # episodes whose world raised
-        self.failed = Counter()  # {task: how often its world raised}
 
 
 def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
     plays its share, and all get all trajectories, in the order of tasks. Those whose world raised
     are left out, named and counted (run.faults). Exits with one line where more than a fifth are,
-    where a task's has raised three times (run.failed), or where none is left."""
+    or where none is left."""
     tasks = [task_of(env, task) for task in tasks]
     found = {task: asked(env, "together", task, task) for task in tasks}  # which are not divided
     units = [state_of(env, f"together({task})", found[task]) for task in tasks]
     every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine = [task for task, unit in zip(tasks, units) if unit in ours]
-    faults: list[tuple[int, str]] = []  # (task, what its world raised)
+    faults: list[str] = []  # what worlds raised
     drawn = random.getstate()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:
@@ -49,22 +47,18 @@ def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
     faults = processes.gather(faults)
     run.faults += len(faults)
     if len(faults) > FAILED_SHARE * len(tasks):
-        reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
+        reason, number = Counter(faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
-    for task, reason in faults:
-        run.failed[task] += 1
-        if run.failed[task] == FAILURES:
-            sys.exit(f"stopped: task {task} failed {FAILURES} times ({reason})")
     if played := processes.gather(played):
         return played
     summary_of(env)  # which may say why
     sys.exit(f"stopped: none of {len(tasks)} episodes came to an outcome")
 
 
-async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list[Trajectory]:
+async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[Trajectory]:
     """The trajectories of these tasks, without those whose world raised. Raises EngineError."""
     bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
-    begun, won, firsts = {}, [], {}  # firsts: {task: its first episode}
+    begun, firsts = {}, {}  # firsts: {task: its first episode}
 
     async def one(task: int) -> Trajectory | None:
         try:
@@ -73,7 +67,7 @@ async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list
         except WorldFault as fault:
             if not fault.counted:
                 warn(f"{fault}; this episode is left out")
-                faults.append((task, str(fault).partition(": ")[2]))
+                faults.append(str(fault).partition(": ")[2])
             return None
         t.anchor, seen = door.episode.anchor, door.episode.prompt
         first = firsts.setdefault(task, door.episode)
@@ -84,9 +78,7 @@ async def play_all(run, play, env, tasks, sampling, faults: list[tuple]) -> list
         if not t.steps:
             most = run.args.max_context_tokens
             sys.exit(f"--max-context-tokens {most}: too few for task {task}'s prompt and an answer")
-        won.append(t.success)
         bar.update()
-        bar.set_postfix(success=f"{sum(won) / len(won):.2f}")
         return t
 
     try:

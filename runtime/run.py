@@ -3,7 +3,6 @@
 import random
 import sys
 import time
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +48,6 @@ class Run:
         self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
-        self.failed = Counter()  # {task: how often its world raised} in this start
         self.told = set()  # why this run cannot learn, which it says once
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
