@@ -125,9 +125,7 @@ class Run:
         if processes.rank() == 0:
             write_json(self.path / "run.json", {"starts": self.starts})
             write_json(self.path / "args.json", flags_of(self.args))
-        self.is_new = not self.iteration
-        if self.is_new:
-            self.row = {"iteration": 0, "time/elapsed": 0.0}
+        self.is_new, self.row = not self.iteration, {"iteration": 0, "time/elapsed": 0.0}
         self.seed(0)
 
     def seed(self, iteration: int) -> None:
