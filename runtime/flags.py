@@ -66,8 +66,7 @@ class RunArgs:
 
 MOST = 10_000_000  # of what is counted
 LARGE, SMALL = 1e9, 1e-9  # of what is measured
-PATH = 4096  # bytes of a text, as long as a path may be
-NAME = 100  # bytes of a name
+PATH, NAME = 4096, 100  # bytes of a text, which may be a path, and of a name
 
 
 @dataclass(frozen=True)
@@ -208,8 +207,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
         values = RANGES.get(each.name)
         if not values or values.kind is not kind:
             values = OWN.get(kind)
-        ends = {end: each.metadata[end] for end in ("least", "most") if end in each.metadata}
-        values = replace(values, **ends) if ends else values
+        values = replace(values, **each.metadata) if each.metadata else values
         flags[each.name] = Flag(kind, each.default, values)
         if isinstance(values, Range) and not marks:
             told = Annotated[kind, tyro.conf.arg(metavar=values.metavar)]
