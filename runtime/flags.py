@@ -24,11 +24,12 @@ def usual_dtype() -> str:
 
 @dataclass
 class RunArgs:
-    """Flags of a run. Only precision, prompts and contexts among them bear on what is learnt."""
+    """Flags of a run. Precision, prompts, contexts and --async-rollout bear on what is learnt."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
     """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""
     engine_url: tuple[str, ...] = ()  # Addresses of vLLM servers that sample: http://host:8000.
+    async_rollout: bool = False  # Servers sample one update behind, while the trainer works.
     engine_memory: int = 2  # Size of the engine's key-value cache on a CPU [GiB].
     engine_gpu_share: float = 0.4  # Share of a GPU's memory that the engine takes to sample.
     dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
@@ -57,6 +58,8 @@ class RunArgs:
     track: bool = False  # Log to Weights & Biases too; an agent of a sweep always does.
 
     def __post_init__(self):
+        if self.async_rollout and not self.engine_url:
+            refuse("async_rollout", True, "it needs --engine-url, servers that sample meanwhile")
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(self.chat_template_kwargs or "{}"), dict):
                 return

@@ -4,6 +4,7 @@ import asyncio
 import random
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import aclosing
 
 from runtime.data import Trajectory
@@ -26,38 +27,48 @@ class Stage:
         self.faults = 0  # episodes whose world raised
 
 
-def rollout(run, play, env, tasks: list[int], sampling) -> list[Trajectory]:
+def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
     plays its share, and all get all trajectories, in the order of tasks. Those whose world raised
     are left out, named and counted (run.faults). Exits with one line where more than a fifth are,
-    or where none is left."""
-    tasks = [task_of(env, task) for task in tasks]
-    found = {task: asked(env, "together", task, task) for task in tasks}  # which are not divided
-    units = [state_of(env, f"together({task})", found[task]) for task in tasks]
-    every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
-    ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
-    mine = [task for task, unit in zip(tasks, units) if unit in ours]
-    faults: list[str] = []  # what worlds raised
-    drawn = random.getstate()  # a world may draw from it
+    or where none is left. played: what play_all has returned, if a thread has played them."""
+    drawn, count = random.getstate(), processes.count()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:
-            torch.manual_seed(torch.initial_seed() + 7919 * (1 + rank))
-        played = asyncio.run(play_all(run, play, env, mine, sampling, faults))
+            torch.manual_seed(torch.initial_seed() + 7919 * (1 + processes.rank()))
+        ours, faults = played or asyncio.run(play_all(run, play, env, tasks, sampling))
     random.setstate(drawn)
     faults = processes.gather(faults)
     run.faults += len(faults)
     if len(faults) > FAILED_SHARE * len(tasks):
         reason, number = Counter(faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
-    if played := processes.gather(played):
-        return played
+    if trajectories := processes.gather(ours):
+        return trajectories
     summary_of(env)  # which may say why
     sys.exit(f"stopped: none of {len(tasks)} episodes came to an outcome")
 
 
-async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[Trajectory]:
-    """The trajectories of these tasks, without those whose world raised. Raises EngineError."""
-    bar = tqdm(total=len(tasks), desc="episodes", leave=False, disable=None, unit="episode")
+def play_ahead(leaving, *given):
+    """The future of what play_all returns: a thread plays until `leaving`, a stack, is closed."""
+    loop = leaving.enter_context(asyncio.Runner(loop_factory=asyncio.new_event_loop)).get_loop()
+    task = loop.create_task(play_all(*given))
+    loop.run_until_complete(asyncio.sleep(0))  # a reset may draw what the trainer draws from too
+    played = ThreadPoolExecutor(1).submit(loop.run_until_complete, task)
+    leaving.callback(wait, [played])
+    leaving.callback(loop.call_soon_threadsafe, task.cancel)
+    return played
+
+
+async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], list[str]]:
+    """(trajectories, what worlds raised in the others) of this process's share of the tasks."""
+    tasks = [task_of(env, task) for task in tasks]
+    found = {task: asked(env, "together", task, task) for task in tasks}  # which are not divided
+    units = [state_of(env, f"together({task})", found[task]) for task in tasks]
+    every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
+    ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
+    mine, faults = [task for task, unit in zip(tasks, units) if unit in ours], []
+    bar = tqdm(total=len(mine), desc="episodes", leave=False, disable=None, unit="episode")
     begun, firsts = {}, {}  # firsts: {task: its first episode}
 
     async def one(task: int) -> Trajectory | None:
@@ -82,7 +93,7 @@ async def play_all(run, play, env, tasks, sampling, faults: list[str]) -> list[T
         return t
 
     try:
-        played = await served(run.engine, [one(task) for task in tasks])
-        return [t for t in played if t is not None]
+        played = await served(run.engine, [one(task) for task in mine])
+        return [t for t in played if t is not None], faults
     finally:
         bar.close()

@@ -3,6 +3,7 @@
 import random
 import sys
 import time
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from runtime.engines import EngineError
 from runtime.flags import flags_of, refuse
 from runtime.memory import tell_if_too_much
 from runtime.networks import Network, add_adapter, recompute_layers
-from runtime.rollout import rollout
+from runtime.rollout import play_ahead, rollout
 from runtime.saving.checkpoints import export_policy, load_checkpoint, save_checkpoint
 from runtime.saving.files import append, to_json, write_json
 from runtime.saving.opening import open_run, peak_memory, refuse_other_ranks
@@ -49,6 +50,7 @@ class Run:
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
         self.told = set()  # why this run cannot learn, which it says once
+        self.leads, self.ahead, self.landed = False, None, []  # of --async-rollout
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]
         hashes = refuse_other_ranks(self)
@@ -83,7 +85,7 @@ class Run:
                 from runtime.engines.servers import ServerEngine
 
                 self.engine_kind = "servers"
-                self.engine = ServerEngine(self.path / "engine", *given)
+                self.engine = ServerEngine(self.path / "engine", *given, self.land)
             elif self.engine_kind == "vllm":
                 from runtime.engines.vllm import VllmEngine
 
@@ -144,7 +146,10 @@ class Run:
             self.weights = [*map(stuck.sample_of, self.networks)]
             self.iteration, self.row = iteration, {"iteration": iteration}
             self.started = self.lapped = time.perf_counter()
-            yield iteration
+            self.leads = self.args.run_args.async_rollout
+            with ExitStack() as self.leaving:  # it is closed, too, where an error ends main
+                yield iteration
+                self.land()
         export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
         if processes.rank() == 0:
             self.starts[-1]["peak_memory_gib"] = round(peak_memory(), 2)
@@ -152,16 +157,33 @@ class Run:
         report.summary(self)
         report.write_page(self)
 
-    rollout = rollout  # an episode for each task, played side by side (runtime/rollout.py)
+    def rollout(self, play, env, tasks: list[int], sampling) -> list:
+        """Trajectories of an episode for each task; with --async-rollout, in training, of those
+        that the iteration before began (the first one: its own), while a thread plays these."""
+        self.land()
+        leads, self.leads, given = self.leads, False, (self, play, env, tasks, sampling)
+        if not leads:
+            return rollout(*given)
+        found, self.landed = self.landed or rollout(*given), []
+        if self.iteration < self.args.iterations:
+            self.ahead = given, play_ahead(self.leaving, *given)
+        return found
+
+    def land(self) -> None:
+        """Wait for the rollout that a thread plays, before the engine's weights change."""
+        if self.ahead:
+            (given, played), self.ahead = self.ahead, None
+            self.landed = rollout(*given, played.result())
+            self.lap("rollout")
 
     def evaluates(self, iteration: int) -> bool:
         """Whether the panel is played after this iteration."""
         return iteration % self.args.run_args.eval_every == 0 or iteration == self.args.iterations
 
     def lap(self, name: str) -> None:
-        """Log the seconds since the last lap, or since the iteration began, as time/name."""
+        """Add the seconds since the last lap, or since the iteration began, to time/name."""
         before, self.lapped = self.lapped, time.perf_counter()
-        self.row[f"time/{name}"] = self.lapped - before
+        self.row[f"time/{name}"] = self.row.get(f"time/{name}", 0.0) + self.lapped - before
 
     def log(self, kind: str, values: dict) -> None:
         """Put values into the iteration's row, as kind/name."""
@@ -224,8 +246,7 @@ class Run:
 
 def mean_of(seen: list[dict]) -> dict:
     """{name: mean} of what all processes have seen; a value counts "weight" times, or once."""
-    seen = [{"weight": 1} | stats for stats in processes.gather(seen)]
-    seen = [stats for stats in seen if stats["weight"]]
+    seen = [{"weight": 1} | stats for stats in processes.gather(seen) if stats.get("weight", 1)]
     weight = sum(stats["weight"] for stats in seen)
     names = [name for name in seen[0] if name != "weight"] if seen else []
     return {name: sum(s["weight"] * s[name] for s in seen) / weight for name in names}

@@ -243,6 +243,7 @@ RUN_ARGS = {  # the flags of the run that the functions look at
     "trust_remote_code": False,
     "processes": 1,
     "eval_tasks": 4,
+    "async_rollout": False,
     "engine": "hf",
 }
 

@@ -268,7 +268,7 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
 
     async def play_all(*_):
         sampled.append(torch.rand(()).item())
-        return ["an episode"]
+        return ["an episode"], []
 
     monkeypatch.setattr("runtime.rollout.play_all", play_all)
     monkeypatch.setattr(processes, "gather", lambda items: items)
@@ -280,10 +280,11 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
 
     for rank in (0, 1):
         monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
-        run_args = SimpleNamespace(eval_only=False, gradient_checkpointing=False)
+        switches = ("eval_only", "gradient_checkpointing", "async_rollout")
+        run_args = SimpleNamespace(**dict.fromkeys(switches, False))
         run = Run.__new__(Run)
         run.args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
-        run.path, run.starts, run.tokenizer = tmp_path, [{}], None
+        run.path, run.starts, run.tokenizer, run.ahead = tmp_path, [{}], None, None
         run.resume(SimpleNamespace(model=None, trained=[]))
         draw()  # the evaluation at the start
         for _ in run.iterations():

@@ -1,9 +1,8 @@
 """vLLM servers elsewhere sample, and this process trains (docs/many-gpus.md).
 
-A request has a seed of its own, so a sample that is asked for again is the same. Weights go by
-files that the servers see too: a LoRA policy as an adapter on --model, a whole policy in the place
-of the server's weights. Every answer says which weights it is of. A server that is lost is asked to
-take them until it is back; what it owed is asked for again, of the others if there are any."""
+Weights go by files that the servers see too: a LoRA policy as an adapter on --model, a whole policy
+in the place of the server's weights. Every answer says which weights it is of. What a lost server
+owed is asked for again, with the same seed; it gets the weights when it is back."""
 
 import asyncio
 import contextlib
@@ -29,8 +28,6 @@ BACK_WITHIN = 600.0  # seconds that all servers may be away
 SEEN_WITHIN = 10.0  # seconds until the first weights are seen, by whatever file system
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
 TRIES = 3  # losses in a row, for each server, without a sample
-IN_FLIGHT = 256  # connections for each server
-PREFIX = 8  # requests by which a server may have more to do and still keep its episodes
 EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
 NOT_AN_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError)  # of JSON
@@ -62,11 +59,13 @@ class Server:
 
 
 class ServerEngine:
-    """vLLM servers. directory: of weights for them; restarts: how often one was lost."""
+    """directory: of weights for the servers; restarts: how often one was lost."""
 
-    def __init__(self, directory: Path, path: str, stop_ids: list[int], args):
+    def __init__(self, directory: Path, path, stop_ids: list[int], args, landed=lambda: None):
         self.directory, self.path = directory.resolve(), path
-        self.stop_ids, self.args = stop_ids, args
+        self.stop_ids, self.args, self.landed = stop_ids, args, landed
+        own = torch.Generator().manual_seed(args.seed + processes.rank())  # not the trainer's
+        self.generator = own if args.run_args.async_rollout else None
         self.restarts, self.fruitless = 0, 0  # losses; those since the last sample
         self.name, self.updates = processes.broadcast(uuid.uuid4().hex[:8]), 0
         self.servers = [Server(url) for url in args.run_args.engine_url]
@@ -76,7 +75,7 @@ class ServerEngine:
     def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
         waits = httpx2.Timeout(1800.0, connect=10.0)  # seconds
-        limits = httpx2.Limits(max_connections=IN_FLIGHT * len(self.servers))
+        limits = httpx2.Limits(max_connections=256 * len(self.servers))
         self.client = httpx2.AsyncClient(timeout=waits, limits=limits)
         return self.client
 
@@ -123,7 +122,8 @@ class ServerEngine:
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
         """One answer to a context, of whatever server has one. Raises EngineError."""
-        asked = sampling.asked(self.stop_ids) | {"seed": torch.randint(2**31, ()).item()}
+        seed = torch.randint(2**31, (), generator=self.generator).item()
+        asked = sampling.asked(self.stop_ids) | {"seed": seed}
         request = request_of(context, **asked)
         while True:
             while not self.ready_servers():
@@ -165,9 +165,9 @@ class ServerEngine:
         return [server for server in self.servers if server.weights == self.weights]
 
     def choose(self) -> Server:
-        """The server with the fewest requests, or the one that has read the episode's beginning."""
+        """The server that has read the episode's beginning, or one with 8 requests less."""
         home = self.homes.get(asyncio.current_task())
-        best = min(self.ready_servers(), key=lambda s: s.in_flight - PREFIX * (s is home))
+        best = min(self.ready_servers(), key=lambda s: s.in_flight - 8 * (s is home))
         self.homes[asyncio.current_task()] = best
         return best
 
@@ -214,6 +214,7 @@ class ServerEngine:
         pass
 
     def load(self, model) -> None:
+        self.landed()  # what a thread samples with the weights before (--async-rollout)
         self.updates += 1
         tag, is_first = f"{self.name}-{self.updates}", processes.rank() == 0
         path = self.directory / tag
