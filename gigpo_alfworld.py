@@ -116,8 +116,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.
 
 def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
     """min(--engine-cap, pi_old by the trainer / pi_old by the engine) of every token, [K]; 1 in
-    float32, where both are equal up to rounding. old_logprobs [K]."""
-    if args.run_args.dtype == "float32":
+    float32, where both are equal up to rounding, but for --async-rollout. old_logprobs [K]."""
+    if args.run_args.dtype == "float32" and not args.run_args.async_rollout:
         return torch.ones_like(old_logprobs)
     return (old_logprobs - batch.engine_logprobs).exp().clamp(max=args.engine_cap)
 

@@ -171,10 +171,10 @@ def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.
     return loss, {name: value.item() for name, value in stats.items()}
 
 
-def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
+def engine_weights(batch, old_logprobs, args):
     """min(--engine-cap, pi_old by the trainer / pi_old by the engine) of every step, [S]; 1 in
-    float32, where both are equal up to rounding. old_logprobs [K]."""
-    if args.run_args.dtype == "float32":
+    float32, where both are equal up to rounding, but for --async-rollout. old_logprobs [K]."""
+    if args.run_args.dtype == "float32" and not args.run_args.async_rollout:
         return torch.ones(batch.num_steps)
     mismatch = sum_per_step(old_logprobs - batch.engine_logprobs, batch)  # [S]
     return mismatch.exp().clamp(max=args.engine_cap)

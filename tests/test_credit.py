@@ -261,8 +261,9 @@ def test_a_weight_is_of_what_the_ratio_is_of(module):
     batch = SimpleNamespace(num_steps=2, token_step=torch.tensor([0, 1, 1, 1]))
     of_steps = module.__name__.startswith(("istar_", "gagpo_"))
 
-    def weights(gaps, cap=9.0, dtype="bfloat16"):
-        args = SimpleNamespace(engine_cap=cap, run_args=SimpleNamespace(dtype=dtype))
+    def weights(gaps, cap=9.0, dtype="bfloat16", ahead=False):
+        run_args = SimpleNamespace(dtype=dtype, async_rollout=ahead)
+        args = SimpleNamespace(engine_cap=cap, run_args=run_args)
         batch.engine_logprobs = -gaps
         return module.engine_weights(batch, torch.zeros(4), args)
 
@@ -271,6 +272,7 @@ def test_a_weight_is_of_what_the_ratio_is_of(module):
     torch.testing.assert_close(weights(-GAPS), (-expected).exp())
     assert weights(GAPS + 5, cap=2.0).tolist() == [2.0] * len(expected)
     assert weights(GAPS, dtype="float32").tolist() == [1.0] * len(expected)
+    torch.testing.assert_close(weights(GAPS, dtype="float32", ahead=True), expected.exp())
 
 
 # ------------ PPO ------------
