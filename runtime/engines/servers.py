@@ -154,7 +154,12 @@ class ServerEngine:
         finally:
             server.in_flight -= 1
         try:
-            ids, logprobs, versions = read_sample(response.json(), request)
+            (choice,) = response.json()["choices"]
+            ids, most = choice["token_ids"], request["sampling_params"]["max_tokens"]
+            logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+            versions = {span["version"] for span in choice["weight_versions"]}
+            if not 0 < len(ids) == len(logprobs) <= most:
+                raise ValueError("not so many ids and log-probabilities")
         except NOT_AN_ANSWER as error:
             raise EngineError(f"{server.url}: no sample in its answer") from error
         if versions != {weights.version}:
@@ -268,13 +273,3 @@ def request_of(context: list[int], **sampling) -> dict:
     """The body of a request for one sample; sampling: vLLM's SamplingParams."""
     sampling |= {"logprobs": 0, "detokenize": False}
     return {"token_ids": context, "sampling_params": sampling}
-
-
-def read_sample(found: dict, request: dict) -> tuple[list[int], list[float], set]:
-    """(ids, log-probabilities, versions of the weights) of an answer; or one of NOT_AN_ANSWER."""
-    (choice,) = found["choices"]
-    ids, most = choice["token_ids"], request["sampling_params"]["max_tokens"]
-    logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
-    if not 0 < len(ids) == len(logprobs) <= most:
-        raise ValueError("not so many ids and log-probabilities")
-    return ids, logprobs, {span["version"] for span in choice["weight_versions"]}
