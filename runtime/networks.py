@@ -235,16 +235,10 @@ def recompute_layers(models: list) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
     of_each = [[m for m in model.modules() if isinstance(m, Layer)] for model in models]
+    options = {"use_reentrant": False, "preserve_rng_state": False}  # no layer draws at random
     for layer in {*chain(*of_each)}:  # two may share their base
-        layer.forward = partial(computed_again, layer.forward)
+        layer.forward = partial(checkpoint, layer.forward, **options)
     return all(of_each)
-
-
-def computed_again(forward, *inputs, **options):
-    """forward(*inputs, **options), whose graph keeps the inputs alone. No layer draws at random."""
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **options)
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def policy_weights(model):

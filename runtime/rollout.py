@@ -25,13 +25,14 @@ class Stage:
     def __init__(self, engine, chat, args):
         self.engine, self.chat, self.args = engine, chat, args
         self.faults = 0  # episodes whose world raised
+        self.failed = Counter()  # {task: how often its world raised}
 
 
 def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Trajectory]:
     """An episode for each entry of tasks, played side by side by `play` of the script; this process
     plays its share, and all get all trajectories, in the order of tasks. Those whose world raised
-    are left out, named and counted (run.faults). Exits with one line where more than a fifth are,
-    or where none is left. played: what play_all has returned, if a thread has played them."""
+    are left out, named and counted (run.faults). Exits with one line where more than a fifth are, a
+    task's raised three times (run.failed), or none is left. played: by a thread (play_ahead)."""
     drawn, count = random.getstate(), processes.count()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:
@@ -41,8 +42,12 @@ def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Tra
     faults = processes.gather(faults)
     run.faults += len(faults)
     if len(faults) > FAILED_SHARE * len(tasks):
-        reason, number = Counter(faults).most_common(1)[0]
+        reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
+    for task, reason in faults:
+        run.failed[task] += 1
+        if run.failed[task] == 3:
+            sys.exit(f"stopped: task {task} failed three times ({reason})")
     if trajectories := processes.gather(ours):
         return trajectories
     summary_of(env)  # which may say why
@@ -60,8 +65,8 @@ def play_ahead(leaving, *given):
     return played
 
 
-async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], list[str]]:
-    """(trajectories, what worlds raised in the others) of this process's share of the tasks."""
+async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], list[tuple]]:
+    """(trajectories, task and what its world raised of the others) of this process's share."""
     tasks = [task_of(env, task) for task in tasks]
     found = {task: asked(env, "together", task, task) for task in tasks}  # which are not divided
     units = [state_of(env, f"together({task})", found[task]) for task in tasks]
@@ -78,7 +83,7 @@ async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], l
         except WorldFault as fault:
             if not fault.counted:
                 warn(f"{fault}; this episode is left out")
-                faults.append(str(fault).partition(": ")[2])
+                faults.append((task, str(fault).partition(": ")[2]))
             return None
         t.anchor, seen = door.episode.anchor, door.episode.prompt
         first = firsts.setdefault(task, door.episode)

@@ -3,6 +3,7 @@
 import random
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +50,7 @@ class Run:
         self.path, self.board, self.lock, self.began = None, None, None, []
         self.starts = []  # of run.json, this one included
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
-        self.told = set()  # why this run cannot learn, which it says once
+        self.told, self.failed = set(), Counter()  # why it cannot learn; {task: faults}, this start
         self.leads, self.ahead, self.landed = False, None, []  # of --async-rollout
         self.begun = 0.0, 0  # when this start began its iterations, and after which
         current[:] = [self]

@@ -815,19 +815,40 @@ def test_an_episode_whose_world_raises(line, number, tmp_path, capsys):
     assert all(each.isprintable() and len(each) < 3000 for each in told)
 
 
-def test_a_task_that_fails_in_every_evaluation_ends_nothing(tmp_path):
-    """It is left out each time, and counted."""
-    words = "--eval-every 1 --eval-tasks 6 --iterations 3".split()
-    run_in(tmp_path, *words, step="if self.task == 3: raise OSError('it broke')")
-    rows = rows_of(tmp_path / "runs/a/metrics.jsonl")
-    assert [row["eval/faults"] for row in rows] == [1] * 4
+def failing(which: str, name: str = "OSError('it broke')") -> str:
+    return f"if self.task == 7 and {which}: raise {name}"
+
+
+def test_the_same_task_fails_three_times(tmp_path):
+    """In one rollout, or in three of one run; other tasks' failures do not add up to it."""
+    world = world_with(tmp_path, step=failing("True"))
+    tasks = [7] * 3 + [*range(20, 60)]
+    told = "stopped: task 7 failed three times (the world raised OSError: it broke)"
+    assert line_of(played, world, tasks, stage()) == told
+    on = stage()
+    for _ in range(2):
+        assert len(played(world, [7, *range(20, 40)], on)) == 20
+    assert line_of(played, world, [7, *range(20, 40)], on) == told
+    world = world_with(tmp_path, step="if self.task in (7, 8, 9): raise OSError('it broke')")
+    assert len(played(world, range(60), stage())) == 57
+
+
+def test_the_same_task_fails_in_every_evaluation_of_a_run(tmp_path):
+    """The run says what is kept."""
+    words = "--eval-every 1 --eval-tasks 6 --iterations 9".split()
+    done = run_in(tmp_path, *words, step=failing("True").replace("7", "3"))
+    said = said_in_one_line(done)
+    told = "stopped: task 3 failed three times (the world raised OSError: it broke): "
+    assert said.startswith(told)
+    assert "iteration 1 is kept in runs/a; go on with --resume runs/a" in said
+    assert [row["iteration"] for row in rows_of(tmp_path / "runs/a/metrics.jsonl")] == [0, 1]
 
 
 def test_failures_that_the_world_counts_itself_end_nothing(tmp_path):
     step = "class Lost(Exception): counted = True\nif self.task == 7: raise Lost('it is counted')"
     on = stage()
     assert len(played(world_with(tmp_path, step=step), [7] * 5 + [8], on)) == 1
-    assert on.faults == 0
+    assert on.faults == 0 and not on.failed
 
 
 def test_whether_a_failure_is_counted_may_not_raise(tmp_path):
