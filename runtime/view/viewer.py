@@ -81,14 +81,14 @@ def read_run(path: Path, most: int) -> dict:
     kept, said = thinned(sizes, most)
     groups = [(k, i, found[i]) for k, found in read.items() for i in sorted(kept) if i in found]
     steps = [step for *_, of in groups for row in of for step in row["steps"]]
-    sizes = {n: [abs(number(s[n])) for s in steps if number(s.get(n))] for n in COLOURED}
+    felt = {n: [abs(number(s[n])) for s in steps if number(s.get(n))] for n in COLOURED}
     return told | {
         "name": path.resolve().name,
         "world": world,
         "flags": flags,
         "iterations": [row["iteration"] for row in rows],
         "metrics": {key: [number(row.get(key)) for row in rows] for key in keys},
-        "scales": {name: float(np.quantile(of, WITHIN)) for name, of in sizes.items() if of},
+        "scales": {name: float(np.quantile(of, WITHIN)) for name, of in felt.items() if of},
         "told": said,
         "sets": [set_of(*group) for group in groups],
     }
