@@ -266,11 +266,14 @@ def adapter_weights(model, name: str) -> dict[str, torch.Tensor]:
 
 
 def assert_finite(weights) -> None:
-    """Raise FloatingPointError where a number of these (name, tensor) is not finite."""
+    """Raise FloatingPointError, in all processes, where in one of them a number of these
+    (name, tensor) is not finite."""
+    bad = []
     for name, tensor in weights:
         parts = tensor.flatten().split(2**22)  # the answer takes memory too
-        if not all(part.isfinite().all() for part in parts):
-            raise FloatingPointError(f"the weights are not finite ({name})")
+        bad += [name] * (not all(part.isfinite().all() for part in parts))
+    if bad := processes.gather(bad):
+        raise FloatingPointError(f"the weights are not finite ({bad[0]})")
 
 
 def on_cpu(tensors) -> dict[str, torch.Tensor]:

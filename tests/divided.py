@@ -196,7 +196,7 @@ def wholes(network) -> list[torch.Tensor]:
 
 def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
     """A checkpoint of the one, installed in the other."""
-    from runtime.distributed import processes
+    from runtime.distributed import fsdp, processes
     from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint
 
     if processes.rank() == 0:
@@ -205,10 +205,21 @@ def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
     args.run_args = SimpleNamespace(save_every=1, keep=1, dtype="float32")
     tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
     rows = [{"iteration": 1}]
+    for network in networks.values():  # as if the optimiser had moments
+        for parameter in network.trained:
+            moments = {"step": torch.tensor(3.0), "exp_avg": parameter.detach() ** 2}
+            network.optimizer.state[parameter] = moments
     save_checkpoint(run, rows, [*networks.values()], tokenizer, args, {})
     finish_saving()
+    processes.wait()  # until the first one has renamed it
     iteration, _ = load_checkpoint(run, [*again.values()], {})
     assert iteration == 1
+    for network in again.values():
+        for parameter in network.trained:
+            found = network.optimizer.state[parameter]
+            assert found["step"] == 3
+            expected = fsdp.local(parameter.detach()) ** 2
+            assert torch.equal(fsdp.local(found["exp_avg"]), expected)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import runtime.run
 from runtime.data import Step, Trajectory, flatten
-from runtime.networks import on_cpu
+from runtime.networks import Network, add_adapter, on_cpu
 from runtime.saving import checkpoints
 from runtime.saving.checkpoints import (
     FORMAT,
@@ -50,7 +50,7 @@ from conftest import (
 )
 from peft import LoraConfig, PeftModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_scripts import GROUP, SMALL, TASKS, differing, rows, small, without_times
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -239,7 +239,71 @@ def test_the_last_ones_and_the_best_are_kept(run):
     sparse = Namespace(iterations=100, run_args=Namespace(save_every=5, keep=1, dtype="float32"))
     for iteration in range(7, 10):
         save(run, networks_of(1), iteration, 0.9 if iteration == 8 else None, sparse, history)
-    assert names(run) == ["000008"]  # 7 and 9 are not due; 8 is the best
+    # 7 to 9 are not due; of 8, the best, the policy is kept, until a checkpoint is due after it
+    assert names(run) == ["000002", "000005", "000006"]
+    assert os.readlink(run / "best") == "exported/000008"
+    assert os.readlink(run / "policy") == "checkpoints/000006/policy"
+    assert [path.name for path in (run / "exported").iterdir()] == ["000008"]
+    assert same([*read_model(run / "best").parameters()], networks_of(1)[0].trained)
+    again = networks_of(9)
+    assert load_checkpoint(run, again, {})[0] == 6  # as if it had been killed after 9
+    assert os.readlink(run / "best") == "checkpoints/000002/policy"
+    save(run, again, 10, 0.7, sparse, history[:7])
+    assert names(run) == ["000010"] and not list((run / "exported").iterdir())
+    assert os.readlink(run / "best") == "checkpoints/000010/policy"
+
+
+def test_a_new_best_adapter_is_kept_with_its_moments(run):
+    """It is small, and an export needs it."""
+    sparse = Namespace(iterations=100, run_args=Namespace(save_every=5, keep=1, dtype="float32"))
+    base = network(random_model(1))
+    policy = Network(
+        "policy", add_adapter(base.model, "policy", LoraConfig(r=4, target_modules="all-linear"))
+    )
+    policy.optimizer = torch.optim.AdamW(policy.trained, lr=1e-3)
+    save(run, [policy], 3, 0.5, sparse)
+    assert names(run) == ["000003"] and not (run / "exported").exists()
+    assert os.readlink(run / "best") == "checkpoints/000003/policy"
+
+
+def test_a_large_policy_is_written_in_several_files(run, monkeypatch):
+    """Of which only one is in memory at a time."""
+    networks = networks_of(1)
+    monkeypatch.setattr(checkpoints, "SHARD", 20_000)
+    save(run, networks, 1)
+    assert len([*(run / "policy").glob("model-*.safetensors")]) > 2
+    read = dict(read_model(run / "policy").named_parameters())
+    named = dict(random_model(1).named_parameters())
+    assert read.keys() == named.keys()
+    assert same([*read.values()], networks[0].trained)
+
+
+def test_rows_of_several_processes_are_put_together(two):
+    """Whatever number of them wrote a checkpoint, and whatever number reads it: three, of which the
+    last had no row of the small tensors."""
+    run, _, expected = two
+    path = run / "checkpoints/000002"
+    tensors = load_file(path / "trained.safetensors")
+    for rank in range(3):
+        name = f"trained-{rank:05d}.safetensors" if rank else "trained.safetensors"
+        rows = {}
+        for key, tensor in tensors.items():
+            if tensor.dim() and key.startswith("policy"):
+                size = -(-len(tensor) // 3)
+                rows[key] = tensor[rank * size : (rank + 1) * size].clone()
+            elif not rank:
+                rows[key] = tensor
+        save_file(rows, path / name)
+        about = json.loads((path / "state.json").read_text())
+        about.pop("sum")
+        about["files"][name] = [(path / name).stat().st_size, hash_file(path / name)]
+        write_json(path / "state.json", about | {"sum": sum_of(about)})
+    networks = networks_of(3)
+    assert load_checkpoint(run, networks, {})[0] == 2
+    assert same(parameters_of(networks), expected)
+    (path / "trained-00002.safetensors").unlink()
+    assert load_checkpoint(run, networks_of(3), {})[0] == 1
+    assert "000002.damaged" in names(run)
 
 
 def lists_of(seed: int) -> dict[str, list]:

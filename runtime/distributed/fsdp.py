@@ -81,9 +81,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole tensor, divided as another one is, on its device."""
-    tensor = tensor.to(like.device)
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's rows of a tensor, not a copy; a plain one is whole in each process."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of the rows of a tensor that this process has, [n]."""
+    every = torch.arange(len(tensor), device=tensor.device)
+    if isinstance(tensor, DTensor):
+        every = distribute_tensor(every, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return local(every).cpu()
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Whether this process saves what it has of a tensor: of several copies the first one is saved,
+    a whole tensor by the first process."""
+    if isinstance(tensor, DTensor):
+        return not any(tensor.device_mesh.get_coordinate()[:-1])
+    return int(os.environ.get("RANK", 0)) == 0

@@ -2,24 +2,29 @@
 
     runs/NAME/checkpoints/N/    policy, prm, trained.safetensors (parameters, moments), lists.pt (a
                                 PRM's replay), state.json (size and SHA-256 of all, written last)
-    runs/NAME/exported/N/       a LoRA policy with its base, dense: made once, at the run's end
+    runs/NAME/exported/N/       a dense policy: the best one between two checkpoints, or a LoRA
+                                policy with its base, made at the run's end
     runs/NAME/policy, prm, best links into the last and the best checkpoint, or to their exports
 
-A thread hashes, syncs and renames what was written under another name, while the run goes on."""
+Of what FSDP shards each process writes the rows that it has: the first one beside all the rest,
+process 3 into trained-00003.safetensors. Whoever reads takes the rows of one file after another, in
+any number of processes. A thread hashes, syncs and renames all of it, while the run goes on."""
 
 import hashlib
+import os
 import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from runtime.data import Step, Trajectory
 from runtime.distributed import fsdp, processes
-from runtime.networks import Network, adapter_weights, is_adapted, on_cpu, plain, policy_weights
+from runtime.networks import Network, adapter_weights, assert_finite, is_adapted, policy_weights
 from runtime.saving import files
-from runtime.view.terminal import first_line, warn
+from runtime.view.terminal import warn
 
 import torch
 from safetensors import safe_open
@@ -28,6 +33,7 @@ from safetensors.torch import save_file
 FORMAT = 3  # of a checkpoint
 LISTS = "lists.pt"  # what a script keeps beside its networks
 CHEAP = 2**30  # [bytes] a smaller checkpoint is written after every iteration
+SHARD = 2**31  # [bytes] of a dense policy are collected for a file
 SHARE = 0.05  # of the run's time, what larger ones may take, if --save-every does not say
 writer = ThreadPoolExecutor(1, "checkpoint")
 unfinished: list[Future] = []  # the checkpoint that the thread is at work on
@@ -48,42 +54,57 @@ def save_checkpoint(
     run: Path, rows: list[dict], networks: list[Network], tokenizer, args, lists: dict[str, list]
 ) -> None:
     """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: as
-    --save-every says, after the last iteration, and after the best evaluation. It is on the disk
-    after finish_saving(). The last --keep and the best are kept. Parameters and moments are named
-    name.index[.moment]; lists: numbers and groups of episodes. Raises FloatingPointError where a
-    parameter is not finite. The first process writes; of a sharded policy all have parts."""
+    --save-every says, and after the last iteration. A new best evaluation in between leaves the
+    dense policy alone in exported/N, or its checkpoint where the policy is an adapter. The last
+    --keep and the best are kept. All processes call it; it is on the disk after finish_saving().
+    Parameters and moments are named name.index[.moment]; lists: numbers and groups of episodes.
+    Raises FloatingPointError where a parameter is not finite."""
+    finish_saving()
     began, iteration, is_first = time.perf_counter(), rows[-1]["iteration"], processes.rank() == 0
-    best, due = best_of(rows), None
-    if is_first:
-        finish_saving()
-        due = iteration in (args.iterations, best) or is_due(run, rows, args)
-    if not processes.broadcast(due):
-        return
-    draft = run / "checkpoints" / "draft"
+    draft, best = run / "checkpoints" / "draft", best_of(rows)
+    policy = next(network for network in networks if network.name == "policy")
+    is_whole, is_best = None, iteration == best
     if is_first:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was stopped
-        draft.mkdir()
+        is_whole = iteration == args.iterations or is_due(run, rows, args)
+        is_whole = is_whole or is_best and is_adapted(policy.model)
+    is_whole = processes.broadcast(is_whole)
+    if not is_whole and not is_best:
+        return
     parts = {}  # {name.index[.moment]: tensor, or this process's part of it}
     for network in networks:
         for i, parameter in enumerate(network.trained):
             moments = network.optimizer.state[parameter]
             parts[f"{network.name}.{i}"] = parameter.detach()
             parts |= {f"{network.name}.{i}.{name}": moment for name, moment in moments.items()}
-    state = on_cpu((key, fsdp.whole(part)) for key, part in parts.items())
-    if is_first:
-        save_file(state, draft / "trained.safetensors")
+    own = {key: fsdp.local(part).contiguous() for key, part in parts.items() if fsdp.is_own(part)}
+    assert_finite(own.items())
+    if not is_whole:
+        write_dense(draft, policy, tokenizer, args)
+        if is_first:
+            path = run / "exported" / f"{iteration:06d}"
+            unfinished.append(writer.submit(put, draft, path, run, best))
+        return
     for network in networks:
         if is_adapted(network.model):
             write_adapter(draft / network.name, network.model, network.name)
         else:
-            write_dense(draft / network.name, network.model, tokenizer, args)
-    if is_first:
-        if lists:
-            torch.save({name: kept(entries) for name, entries in lists.items()}, draft / LISTS)
-        took = time.perf_counter() - began
-        skips = {network.name: network.skips for network in networks}
-        about = {"format": FORMAT, "iteration": iteration, "skipped": skips, "seconds": took}
-        unfinished.append(writer.submit(finish_checkpoint, run, about, best, args.run_args.keep))
+            write_dense(draft / network.name, network, tokenizer, args)
+    if is_first and lists:
+        torch.save({name: kept(entries) for name, entries in lists.items()}, draft / LISTS)
+    if own:
+        draft.mkdir(exist_ok=True)  # a network's file system may not show the first one's yet
+        file = draft / f"trained{'' if is_first else f'-{processes.rank():05d}'}.safetensors"
+        save_file(own, file)
+        if os.environ.get("GROUP_RANK", "0") != "0":  # another machine: its own has to sync it
+            files.sync(file)
+    processes.wait()  # all files are there
+    if not is_first:
+        return
+    took = time.perf_counter() - began
+    skips = {network.name: network.skips for network in networks}
+    about = {"format": FORMAT, "iteration": iteration, "skipped": skips, "seconds": took}
+    unfinished.append(writer.submit(finish_checkpoint, run, about, best, args.run_args.keep))
 
 
 def is_due(run: Path, rows: list[dict], args) -> bool:
@@ -103,18 +124,27 @@ def finish_checkpoint(run: Path, about: dict, best: int | None, keep: int) -> No
     """Make the draft a checkpoint: state.json with all hashes, its name, the links; old ones go."""
     draft = run / "checkpoints" / "draft"
     found = sorted(path for path in draft.rglob("*") if path.is_file())
-    sums = {str(p.relative_to(draft)): [p.stat().st_size, files.hash_file(p)] for p in found}
-    about = about | {"files": sums}
+    with ThreadPoolExecutor() as threads:  # each process's file in a thread
+        sums = zip(found, threads.map(files.hash_file, found))
+    about |= {"files": {str(p.relative_to(draft)): [p.stat().st_size, sha] for p, sha in sums}}
     files.write_json(draft / "state.json", about | {"sum": sum_of(about)})
-    sync_all(draft)
-    path = draft.with_name(f"{about['iteration']:06d}")
-    draft.rename(path)
-    files.sync(path.parent)
-    shutil.rmtree(run / "exported" / path.name, ignore_errors=True)  # of one that was damaged
-    link(run, path, best)
-    for old in kept_in(run)[:-keep]:
+    number, exported = f"{about['iteration']:06d}", run / "exported"
+    shutil.rmtree(exported / number, ignore_errors=True)  # of one that was damaged
+    put(draft, draft.with_name(number), run, best)
+    for old in (*kept_in(run)[:-keep], *exported.glob("[0-9]*")):
         if int(old.name) != best:
             shutil.rmtree(old)
+
+
+def put(draft: Path, path: Path, run: Path, best: int | None) -> None:
+    """Give a draft the place of a directory, once all of it is on the disk, and link to it."""
+    for each in (*draft.rglob("*"), draft):
+        files.sync(each)
+    path.parent.mkdir(exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    draft.rename(path)
+    files.sync(path.parent)
+    link(run, best)
 
 
 def finish_saving() -> None:
@@ -143,13 +173,34 @@ def write_adapter(path: Path, model, name: str, every_rank: bool = False) -> Non
         model.peft_config[name].save_pretrained(path)
 
 
-def write_dense(path: Path, model, tokenizer, args) -> None:
-    """Write the policy as one dense network in --dtype: what --model reads."""
-    causal, dtype = plain(model), getattr(torch, args.run_args.dtype)
-    weights = on_cpu((name, tensor.to(dtype)) for name, tensor in policy_weights(model))
+def write_dense(path: Path, network: Network, tokenizer, args) -> None:
+    """Write the policy as one dense network in --dtype: what --model reads. All processes call it;
+    the first one writes, and holds SHARD bytes of it and a tensor."""
+    causal, dtype = network.plain, getattr(torch, args.run_args.dtype)
+    weights = ((name, tensor.to(dtype).cpu()) for name, tensor in policy_weights(network.model))
     if processes.rank():
+        for _ in weights:  # of a sharded policy each process has a part of every tensor
+            pass
         return
-    causal.save_pretrained(path, state_dict=weights)
+    shutil.rmtree(path, ignore_errors=True)  # of a start that was killed
+    filled, parts, places = 0, [], {}
+
+    def shard_of(weight) -> int:
+        nonlocal filled
+        filled += weight[1].nbytes
+        return filled // SHARD
+
+    for number, shard in groupby(weights, shard_of):
+        causal.save_pretrained(path, state_dict=dict(shard))
+        parts.append(path / f"model-{number:05d}.safetensors")
+        (path / "model.safetensors").rename(parts[-1])
+        with safe_open(parts[-1], framework="pt") as tensors:
+            places |= dict.fromkeys(tensors.keys(), parts[-1].name)
+    if len(parts) == 1:
+        parts[0].rename(path / "model.safetensors")
+    else:
+        index = {"metadata": {}, "weight_map": places}
+        files.write_json(path / "model.safetensors.index.json", index)
     config = files.read_json(path / "config.json")
     files.write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
     tokenizer.save_pretrained(path)
@@ -165,24 +216,12 @@ def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenize
         return
     last, best, exported = kept_in(run)[-1], best_of(rows), run / "exported"
     names = [path.name for path in kept_in(run) if path == last or int(path.name) == best]
-    exported.mkdir(exist_ok=True)
-    for old in exported.iterdir():
-        if old.name not in names:
-            shutil.rmtree(old)
     for name in names:
         if not (exported / name).is_dir():
-            install(last.with_name(name) / "trained.safetensors", policy)
-            write_dense(exported / "draft", policy.model, tokenizer, args)
-            sync_all(exported / "draft")
-            (exported / "draft").rename(exported / name)
-    install(last / "trained.safetensors", policy)
-    files.sync(exported)
-    link(run, last, best)
-
-
-def sync_all(directory: Path) -> None:
-    for path in (*directory.rglob("*"), directory):
-        files.sync(path)
+            install(last.with_name(name), policy)
+            write_dense(last.with_name("draft"), policy, tokenizer, args)
+            put(last.with_name("draft"), exported / name, run, best)
+    install(last, policy)
 
 
 def kept_in(run: Path) -> list[Path]:
@@ -194,43 +233,56 @@ def sum_of(about: dict) -> str:
     return hashlib.sha256(files.to_json(about).encode()).hexdigest()
 
 
-def link(run: Path, path: Path, best: int | None) -> None:
-    """Point runs/NAME/policy, prm and best at a checkpoint's networks, or at their exports."""
-    links = {network.name: network for network in path.iterdir() if network.is_dir()}
-    if best and path.with_name(f"{best:06d}").is_dir():
-        links["best"] = path.with_name(f"{best:06d}") / "policy"
+def link(run: Path, best: int | None) -> None:
+    """Point runs/NAME/policy, prm and best at the last and best networks, or at their exports."""
+    networks = [each for last in kept_in(run)[-1:] for each in last.iterdir() if each.is_dir()]
+    links = {network.name: network for network in networks}
+    if best:
+        links["best"] = run / "checkpoints" / f"{best:06d}" / "policy"
     for name, target in links.items():
         exported = run / "exported" / target.parent.name
         if target.name == "policy" and exported.is_dir():
             target = exported
-        (run / ".link").unlink(missing_ok=True)
-        (run / ".link").symlink_to(target.relative_to(run))
-        (run / ".link").replace(run / name)
+        if target.is_dir():
+            (run / ".link").unlink(missing_ok=True)
+            (run / ".link").symlink_to(target.relative_to(run))
+            (run / ".link").replace(run / name)
 
 
-def install(file: Path, network: Network) -> None:
-    """Copy a network's parameters and moments out of a checkpoint's file, tensor by tensor, this
-    process's part of each; exits where they are another model's."""
+def install(path: Path, network: Network) -> None:
+    """Copy a network's parameters and moments out of a checkpoint, tensor by tensor, this process's
+    rows of each; exits where they are another model's."""
     name, state = network.name, network.optimizer.state
     here = {f"{name}.{i}": tuple(p.shape) for i, p in enumerate(network.trained)}
-    with safe_open(file, framework="pt") as tensors:
-        own = [key for key in tensors.keys() if key.split(".")[0] == name]
-        weights = [key for key in own if key.count(".") == 1]
-        there = {key: tuple(tensors.get_slice(key).get_shape()) for key in weights}
-        if other := here.items() ^ there.items():
-            key, _ = min(other)
-            shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
-            sys.exit(f"{file}: of another model ({shapes})")
-        fused = network.optimizer.param_groups[0].get("fused")
-        for key in own:
-            _, i, *moment = key.split(".")
-            parameter, tensor = network.trained[int(i)], tensors.get_tensor(key)
-            if not moment:
-                parameter.data.copy_(fsdp.part(tensor, parameter))
-            elif moment == ["step"]:  # a number, on the CPU unless the optimiser is fused
-                state[parameter]["step"] = tensor.to(parameter.device) if fused else tensor
-            else:  # a copy, not a view of the file
-                state[parameter][moment[0]] = fsdp.part(tensor, parameter).clone()
+    first, pieces = path / "trained.safetensors", {}  # {key: its rows in each file, not read yet}
+    for file in (first, *sorted(path.glob("trained-*.safetensors"))):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():
+                if key.split(".")[0] == name:
+                    pieces.setdefault(key, []).append(tensors.get_tensor(key))
+    weights = {key: found for key, found in pieces.items() if key.count(".") == 1}
+    there = {key: (sum(map(len, p)), *p[0].shape[1:]) for key, p in weights.items()}
+    if other := here.items() ^ there.items():
+        key, _ = min(other)
+        shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
+        sys.exit(f"{first}: of another model ({shapes})")
+    fused = network.optimizer.param_groups[0].get("fused")
+    for key, found in pieces.items():
+        _, i, *moment = key.split(".")
+        target = parameter = network.trained[int(i)]
+        if moment == ["step"]:  # a number, on the CPU unless the optimiser is fused
+            step = found[0].clone()
+            state[parameter]["step"] = step.to(parameter.device) if fused else step
+            continue
+        if moment:
+            target = torch.empty_like(parameter, dtype=found[0].dtype, requires_grad=False)
+            state[parameter][moment[0]] = target
+        own, rows = [], fsdp.rows(parameter)
+        for piece in found:
+            is_here = (rows >= 0) & (rows < len(piece))
+            own.append(piece[rows[is_here]])
+            rows -= len(piece)
+        fsdp.local(target.detach()).copy_(torch.cat(own))
 
 
 def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[int, list[dict]]:
@@ -241,7 +293,7 @@ def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[in
     if path:
         iteration = about["iteration"]
         for network in networks:
-            install(path / "trained.safetensors", network)
+            install(path, network)
             network.skips = about["skipped"].get(network.name, 0)
         for name, given in lists.items():
             given[:] = about["lists"][name]
@@ -249,7 +301,7 @@ def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[in
         for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
             rows = cut_table(run / name, iteration if path else -1)
         if path:
-            link(run, path, best_of(rows))
+            link(run, best_of(rows))
     return iteration, processes.broadcast(rows)
 
 
@@ -314,14 +366,10 @@ def read_checkpoint(path: Path) -> dict:
         file = path / name
         if not file.is_file() or file.stat().st_size != size or files.hash_file(file) != digest:
             raise DamagedError(f"{file}: missing, or not what was written (its hash differs)")
-    try:  # a pickle that a hash vouches for runs no program either
-        with safe_open(path / "trained.safetensors", framework="pt"):
-            about["lists"] = {}
-        if LISTS in about["files"]:
-            with torch.serialization.safe_globals([Step, Trajectory]):
-                about["lists"] = torch.load(path / LISTS, weights_only=True)
-    except Exception as error:  # each library has its own
-        raise DamagedError(f"{path}: {first_line(error)}") from error
+    about["lists"] = {}
+    if LISTS in about["files"]:
+        with torch.serialization.safe_globals([Step, Trajectory]):  # a forged one runs no program
+            about["lists"] = torch.load(path / LISTS, weights_only=True)
     return about
 
 
