@@ -9,6 +9,7 @@ import ctypes
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 from runtime.distributed import fsdp
 
@@ -32,15 +33,14 @@ def start(args) -> torch.device:
     for flag, given in tasks.items():
         if given < number:
             sys.exit(f"--{flag} {given}: fewer than --processes {number}")
-    if number > 1:  # a share of the machine's cores; else every engine pins the same ones
-        cores = sorted(os.sched_getaffinity(0))
+    if number > 1:
         local, neighbours = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        os.sched_setaffinity(0, cores[local::neighbours] or cores)
+        cores = sorted(os.sched_getaffinity(0), key=place_of)
+        first, last = (number * len(cores) // neighbours for number in (local, local + 1))
+        os.sched_setaffinity(0, cores[first:last] or cores)  # else every engine pins the same ones
         if neighbours == launched:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
-    if state.num_processes != number:
-        sys.exit(f"--processes {number}: accelerate connected {state.num_processes}; {GIVES}")
     if fsdp.wanted() and (args.policy_lora_rank or run_args.engine == "hf"):
         sys.exit("--policy-lora-rank, --engine hf: FSDP shards a policy that is trained whole")
     # with it transformers loads weights in the first process only
@@ -51,6 +51,13 @@ def start(args) -> torch.device:
     if state.device.type == "cpu":
         keep_freed_memory()
     return state.device
+
+
+def place_of(core: int) -> tuple:
+    """What sorts cores so that NUMA nodes, and the threads of a physical core, stay together."""
+    home = Path(f"/sys/devices/system/cpu/cpu{core}")
+    nodes, threads = home.glob("node*"), home.glob("topology/thread_siblings_list")
+    return *(node.name for node in nodes), *(file.read_text() for file in threads), core
 
 
 def keep_freed_memory() -> None:
