@@ -20,7 +20,7 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 first=${hosts%%$'\n'*}
 processes=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
 
-# one process for each GPU of a machine; all of them share the policy, unless an adapter is trained
+# one process for each GPU; those of a machine share a copy of the policy, unless an adapter is trained
 case " $* " in
 *" --policy-lora-rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
     launcher=(
@@ -31,6 +31,7 @@ case " $* " in
     launcher=(
         accelerate launch --config_file configs/fsdp.yaml
         --num_machines "$SLURM_NNODES" --num_processes "$processes"
+        --parallelism_config_dp_replicate_size "$SLURM_NNODES"
         --rdzv_backend c10d --main_process_ip "$first" --main_process_port 29500
     ) ;;
 esac

@@ -4,6 +4,7 @@ the flags, before anything is loaded. benchmarks/memory.py compares it with what
 import os
 from dataclasses import dataclass, replace
 
+from runtime.distributed import fsdp
 from runtime.view.terminal import warn
 
 GIB = 2**30
@@ -221,7 +222,7 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
         if args.run_args.engine != "hf" and not args.run_args.engine_url:
             memory -= args.run_args.engine_memory * GIB
             what = f"beside --engine-memory {what}"
-    setting = setting_of(args, cards)
+    setting = setting_of(args, cards // fsdp.copies())
     if (need := needed(shape, setting, gpu)) <= memory:
         return
     parts = predict(shape, setting, gpu).items()

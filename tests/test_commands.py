@@ -89,6 +89,7 @@ def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
     launcher = dict(zip(words[:place], words[1:place]))
     machines, each = (int(launcher.get(f"--{name}", 1)) for name in ("nnodes", "nproc_per_node"))
     processes, sharded = machines * each, "--config_file" in launcher
+    copies = int(launcher.get("--parallelism_config_dp_replicate_size", 1))
     if sharded:
         assert launcher["--config_file"] == "configs/fsdp.yaml"
         processes = int(launcher.get("--num_processes", 2))  # the file's
@@ -98,7 +99,7 @@ def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
         setting = Setting(args.run_args.micro_batch_tokens, dtype=args.run_args.dtype)
     else:
         assert args.run_args.processes == processes
-        setting = setting_of(args, processes if sharded else 1)
+        setting = setting_of(args, processes // copies if sharded else 1)
     large = args.model in MODELS
     return args.model, processes, needed(MODELS[args.model] if large else TINY, setting, gpu=large)
 

@@ -74,6 +74,7 @@ def test_slurm_starts_a_process_for_each_gpu_of_all_machines(tmp_path, monkeypat
     told = dict(zip(said[3:place:2], said[4:place:2]))
     assert (told["--config_file"], told["--num_machines"]) == ("configs/fsdp.yaml", "2")
     assert (told["--num_processes"], told["--rdzv_backend"]) == ("16", "c10d")
+    assert told["--parallelism_config_dp_replicate_size"] == "2"  # a copy on each machine
     assert (told["--main_process_ip"], told["--main_process_port"]) == ("one", "29500")
     adapter = ["bash", ROOT / "configs/slurm.sh", *words, "--policy-lora-rank", "64"]
     copies = started(adapter, tmp_path, environment).splitlines()

@@ -25,6 +25,7 @@ from conftest import default_model, load, network, read_model, run_main
 from test_gradient_checkpointing import kept_for_backward
 from test_scripts import small
 from transformers import (
+    AutoConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -250,6 +251,20 @@ def test_a_run_that_will_not_fit_is_told_with_flags_that_would(capsys, monkeypat
     args.run_args.engine = "hf"
     tell_if_too_much(config, args, 1, None)
     assert ", this machine has 20.0" in capsys.readouterr().out
+
+
+def test_only_cards_that_share_a_copy_of_the_policy_count(capsys, monkeypatch):
+    """Sixteen with two copies (HSDP) are told what eight are."""
+    config, said = AutoConfig.from_pretrained(default_model("istar_sokoban")), []
+    for cards, copies in ((8, 1), (16, 2), (16, 1)):
+        environment = {"WORLD_SIZE": cards, "ACCELERATE_USE_FSDP": "true"}
+        environment |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": copies}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(runtime.memory, "needed", lambda _, setting, __: setting.cards * 1e9)
+        tell_if_too_much(config, arguments(), cards, 1.0)
+        said.append(capsys.readouterr().out.partition(" GiB")[0])
+    assert said[0] == said[1] != said[2] and said[0].startswith("warning: memory")
 
 
 def test_a_run_says_it_before_anything_is_loaded(tmp_path, monkeypatch):

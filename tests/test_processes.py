@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from runtime.distributed import processes
 from runtime.flags import flags_of
 from runtime.saving import opening
+from runtime.saving.checkpoints import load_checkpoint
 
 import divided
 import pytest
 import torch
-from conftest import ROOT, free_port, load, run_main, settings
+from conftest import ROOT, free_port, load, random_model, run_main, settings
 from safetensors.torch import load_file
 
 SMALL = """--tasks-per-iteration 4 --group-size 4 --eval-tasks 4 --eval-samples 2 --max-steps 4
@@ -35,7 +36,8 @@ UPDATES = {  # the networks of a script that are updated
 
 
 def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
-    """A command in two processes: by torchrun, or by accelerate with the configuration for FSDP."""
+    """A command in two processes: by torchrun, or by accelerate with the configuration for FSDP;
+    hsdp: in four, as two machines of two cards each."""
     if kind == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
         launcher += ["--master_port", free_port()]
@@ -43,6 +45,8 @@ def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.Com
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]
         launcher += ["--main_process_port", free_port()]
         launcher += ["--config_file", ROOT / "configs" / "fsdp.yaml"]
+        if kind == "hsdp":
+            launcher += ["--num_processes", "4", "--parallelism_config_dp_replicate_size", "2"]
     own = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     options = dict(cwd=cwd, capture_output=True, text=True, timeout=1200, env=own)
     done = subprocess.run([*launcher, *command], **options)
@@ -60,13 +64,16 @@ def alone(tmp_path_factory):
     home = tmp_path_factory.mktemp("alone")
     for script in UPDATES:
         divided.main(script, home / f"{script}.pt")
-    return {script: torch.load(home / f"{script}.pt") for script in UPDATES}
+    found = {script: torch.load(home / f"{script}.pt") for script in UPDATES}
+    return found | {"home": home}
 
 
 SHARDED = ["istar_sokoban", "istar_paper_sokoban", "istar_visual_sokoban"]
 SHARDED += ["istar_sokoban+recompute"]
 LAUNCHES = {"torchrun": [*UPDATES], "fsdp": [*SHARDED, "istar_sokoban+recompute+bfloat16"]}
-CASES = [("torchrun", script) for script in UPDATES] + [("fsdp", script) for script in SHARDED]
+LAUNCHES["hsdp"] = ["istar_sokoban"]
+CASES = [("hsdp", "istar_sokoban")]
+CASES += [("torchrun", script) for script in UPDATES] + [("fsdp", script) for script in SHARDED]
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +84,14 @@ def divided_in_two(tmp_path_factory):
     def start(kind):
         home = tmp_path_factory.mktemp("divided")
         launch(kind, DIVIDED, ",".join(LAUNCHES[kind]), home, cwd=home)
-        return {name: torch.load(home / f"{name}.pt") for name in LAUNCHES[kind]}
+        found = {name: torch.load(home / f"{name}.pt") for name in LAUNCHES[kind]}
+        return found | {"home": home}
 
     return start
 
 
 @pytest.mark.parametrize("kind, script", CASES)
-def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, divided_in_two):
+def test_the_update_of_several_processes_is_that_of_one(kind, script, alone, divided_in_two):
     """Of every network: the gradients that its steps follow, to 1e-5 of their length, and what it
     computes afterwards. recompute: --gradient-checkpointing, against one process without it. FSDP:
     iStar's PRM is an adapter on the sharded policy. Each has been saved and taken up again."""
@@ -103,6 +111,29 @@ def test_the_update_of_two_processes_is_that_of_one(kind, script, alone, divided
         else:
             assert value.norm() > 1e-6, name
             assert (two[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_one_process_takes_up_what_sharded_ones_saved(kind, alone, divided_in_two):
+    """Each of the two parts is in one file, however many processes have it; together they are what
+    one process saves of the same update, with the moments."""
+    states = []
+    for home in (alone["home"], divided_in_two(kind)["home"]):
+        run = home / "istar_sokoban"
+        made = divided.networks_of(load("istar_sokoban"), random_model, home / "again", "cpu")
+        assert load_checkpoint(run, [*made.values()], {})[0] == 1
+        states.append({name: network.trained for name, network in made.items()})
+        for network in made.values():
+            for parameter in network.trained:
+                assert torch.equal(network.optimizer.state[parameter]["exp_avg"], parameter**2)
+    for name in states[0]:
+        one, several = (torch.cat([p.flatten() for p in state[name]]) for state in states)
+        assert (several - one).norm() <= 1e-5 * one.norm()
+    files = sorted((run / "checkpoints/000001").glob("trained*"), reverse=True)
+    assert [file.name for file in files] == ["trained.safetensors", "trained-00001.safetensors"]
+    sizes = [file.stat().st_size for file in files]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.1), "no process writes all of it"
+    assert len(load_file(run / "policy/model.safetensors")) > 3
 
 
 def test_fsdp_in_bfloat16_is_as_near_as_autocast(alone, divided_in_two, tmp_path):
@@ -176,11 +207,29 @@ def test_fsdp_trains_as_two_copies_do(tmp_path):
         assert away < 0.01 * moved, name
 
 
-def test_saving_a_sharded_policy_takes_no_more_than_the_policy(tmp_path):
+def test_a_process_saves_in_the_memory_of_its_training(tmp_path):
     script = ROOT / "benchmarks" / "saving.py"
     command = [sys.executable, str(script), "--hidden", "512", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "**holds**" in done.stdout, done.stdout + done.stderr
+
+
+def test_cores_are_divided_by_nodes_and_both_threads_of_a_core_go_together(monkeypatch):
+    """Of a machine with two sockets, 64 physical cores each, whose second threads come last."""
+    given = {}
+    monkeypatch.setattr(processes, "place_of", lambda core: (core % 128 // 64, core % 128, core))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(256)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: given.setdefault(rank, cores))
+    monkeypatch.setattr(processes, "PartialState", lambda **_: pytest.skip())  # comes after it
+    for rank in range(8):
+        for name, value in dict(WORLD_SIZE=8, LOCAL_WORLD_SIZE=8, LOCAL_RANK=rank).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(pytest.skip.Exception):
+            processes.start(settings(processes=8, tasks_per_iteration=8, eval_tasks=8))
+    assert sorted(core for cores in given.values() for core in cores) == [*range(256)]
+    for rank, cores in given.items():
+        assert len(cores) == 32 and {core % 128 // 64 for core in cores} == {rank // 4}
+        assert len({core % 128 for core in cores}) == 16
 
 
 NUMBER = [*SMALL.split(), "--engine", "hf", "--processes"]

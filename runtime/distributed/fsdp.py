@@ -6,6 +6,7 @@ from types import MethodType
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -16,7 +17,12 @@ def wanted() -> bool:
     return several and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
-def shard(model, dtype: str = "float32") -> None:
+def copies() -> int:
+    """How many copies of the policy the processes share, each on machines of its own (HSDP)."""
+    return int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) if wanted() else 1
+
+
+def shard(model, dtype: str, device) -> None:
     """Divide the model's weights, with the adapters that are on it, between the processes, layer by
     layer. With --dtype bfloat16 layers compute in it, unless accelerate's configuration names a
     precision; weights and sums stay float32. What is to train has to require gradients before."""
@@ -26,6 +32,9 @@ def shard(model, dtype: str = "float32") -> None:
     bfloat16 = dtype == "bfloat16" and MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     options = {"mp_policy": plugin.mixed_precision_policy or bfloat16}
     options |= {"offload_policy": plugin.cpu_offload}
+    if copies() > 1:
+        sizes = copies(), int(os.environ["WORLD_SIZE"]) // copies()
+        options["mesh"] = init_device_mesh(device.type, sizes, mesh_dim_names=("copy", "part"))
     options = {name: value for name, value in options.items() if value}
     reshard = {"reshard_after_forward": plugin.reshard_after_forward}
     for module in list(model.modules()):
@@ -51,7 +60,7 @@ def shard_all(networks: list, dtype: str, device) -> None:
             for parameter in network.trained:
                 parameter.requires_grad_(True)
         if any(network.model is model for network in ours):
-            shard(model, dtype)
+            shard(model, dtype, device)
         model.to(device)
         parts = dict(model.named_parameters())
         for network, own in zip(ours, names):
