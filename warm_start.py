@@ -18,6 +18,7 @@ tiny models.
 
 import asyncio
 import inspect
+import os
 import random
 import sys
 import time
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.chat import Chat
-from runtime.checks import check_files, check_writable
+from runtime.checks import check_files
 from runtime.data import Seen, Step, Trajectory, flatten, joined, micro_batches
 from runtime.engines import SamplingParams
 from runtime.engines.transformers import TransformersEngine
@@ -381,6 +382,15 @@ def update(policy: Network, trajectories: list[Trajectory], args) -> float:
     return loss
 
 
+def check_writable(directory: str) -> None:
+    trial = Path(directory, f".{os.getpid()}")
+    try:
+        trial.mkdir(parents=True)
+        trial.rmdir()
+    except OSError as error:
+        refuse("out", directory, f"cannot be written ({error.strerror})")
+
+
 def main():
     args = parse(Args, __doc__)
     if args.heads % args.kv_heads:
@@ -388,7 +398,7 @@ def main():
     if "visual" in args.environment and not args.model and args.hidden != 32 * args.heads:
         refuse("hidden", args.hidden, f"a model that sees is 32 x --heads {args.heads} wide")
     check_files(Path(args.model or "no model"), args.model)
-    check_writable("out", args.out)
+    check_writable(args.out)
     random.seed(args.seed)
     torch.manual_seed(args.seed)
     world = import_module(f"envs.{args.environment}")

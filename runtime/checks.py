@@ -56,7 +56,6 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
         refuse("engine_url", " ".join(run_args.engine_url), "pictures are not sent to servers")
     if run_args.engine == "vllm" and not run_args.engine_url and not find_spec("vllm"):
         refuse("engine", "vllm", "vllm is not installed; --engine hf needs nothing more")
-    check_writable("runs_dir", run_args.runs_dir)
     return *check_model(args, eval_env, panel), eval_env, panel
 
 
@@ -80,15 +79,6 @@ def is_address(url: str) -> bool:
     except (ValueError, AttributeError):  # a port or an address that is none
         return False
     return is_http and not {*" \\@?#"} & {*url} and not parts.path.strip("/")
-
-
-def check_writable(flag: str, directory: str) -> None:
-    trial = Path(directory, f".{os.getpid()}")
-    try:
-        trial.mkdir(parents=True)
-        trial.rmdir()
-    except OSError as error:
-        refuse(flag, directory, f"cannot be written ({error.strerror})")
 
 
 def check_model(args, env, panel: list[int]) -> tuple[str, Any]:

@@ -276,11 +276,10 @@ def assert_finite(weights) -> None:
         raise FloatingPointError(f"the weights are not finite ({bad[0]})")
 
 
-def on_cpu(tensors) -> dict[str, torch.Tensor]:
-    """These (name, tensor), on the CPU of the first process. Raises as assert_finite does."""
+def dense_weights(model, dtype: str) -> dict[str, torch.Tensor]:
+    """{name: tensor} of policy_weights in this dtype, on the CPU of the first process."""
     found = {}
-    for name, tensor in tensors:
-        assert_finite([(name, tensor)])
+    for name, tensor in policy_weights(model):
         if processes.rank() == 0:
-            found[name] = tensor.cpu().contiguous()
+            found[name] = tensor.to(getattr(torch, dtype)).cpu().contiguous()
     return found

@@ -230,8 +230,7 @@ class Run:
             append(self.path / "eval_episodes.jsonl", panel)
             append(self.path / "metrics.jsonl", [to_json(self.row)])
             if self.board:
-                tables = report.tables(episodes=episodes, eval_episodes=panel)
-                self.board.log(self.row | tables, step=self.row["iteration"])
+                self.board.log(self.row, step=self.row["iteration"])
             begun, first = self.begun
             done, left = self.iteration - first, self.args.iterations - self.iteration
             pace = (time.perf_counter() - begun) / done if done else 0.0  # seconds an iteration

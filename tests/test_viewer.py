@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import runtime.view.viewer
 import view
 from runtime.saving.files import EPISODE_VERSION, append, to_json, write_json
-from runtime.view.report import episode_lines, tables
+from runtime.view.report import episode_lines
 from runtime.view.viewer import thinned, write_page
 
 import pytest
@@ -259,17 +259,6 @@ def test_a_run_keeps_its_panel_and_what_credit_is_made_of(runs, world):
         assert step["valid"] or step["step_advantage"] == 0
     assert any(step["step_advantage"] for step, _ in steps)
     assert any(step["progress"] for step, _ in steps) == (world != "webshop")
-
-
-def test_wandb_gets_the_rows_as_tables():
-    lines = [to_json(make_episode(task=task)) for task in (7, 7, 8)]
-    lines.append(to_json(make_episode(task=8, steps=[make_step(0, action=HOSTILE["surrogates"])])))
-    table = tables(episodes=lines, eval_episodes=[])["episodes"]
-    assert len(table.data) == 4 + 4 + 4 + 1
-    first = dict(zip(table.columns, table.data[5]))
-    assert (first["task"], first["episode"], first["step"]) == (7, 1, 1)
-    assert first["implicit_reward"] == make_step(1)["implicit_reward"]
-    assert set(make_step()) < set(table.columns)
 
 
 # ------------ the page's file ------------

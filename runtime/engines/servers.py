@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from runtime.distributed import processes
 from runtime.engines import EngineError, Sample, SamplingParams, lora_rank_for
 from runtime.flags import shown
-from runtime.networks import assert_finite, on_cpu, policy_weights
+from runtime.networks import assert_finite, dense_weights, policy_weights
 from runtime.saving.checkpoints import write_adapter
 from runtime.view.terminal import warn
 
@@ -227,13 +227,12 @@ class ServerEngine:
         if is_first:
             shutil.rmtree(self.directory, ignore_errors=True)  # those before
             path.mkdir(parents=True)
+        assert_finite(policy_weights(model))
         if self.args.policy_lora_rank:
-            assert_finite(policy_weights(model))
             write_adapter(path, model, "policy")
             self.weights = Weights(f"{self.path} alone", self.path, path)
         else:
-            dtype = getattr(torch, self.args.run_args.dtype)
-            weights = on_cpu((name, tensor.to(dtype)) for name, tensor in policy_weights(model))
+            weights = dense_weights(model, self.args.run_args.dtype)
             if is_first:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(tag, str(path))

@@ -68,8 +68,6 @@ class VllmEngine(Engine):
         self.takes_adapter = bool(args.policy_lora_rank) and args.run_args.dtype != "float32"
         self.adapter, self.adapters = None, itertools.count(1)  # vLLM's request for it; new ids
         if self.takes_adapter:
-            if not self.cuda:
-                multiply_with_one_adapter()
             settings |= dict(enable_lora=True, max_lora_rank=lora_rank_for(args.policy_lora_rank))
             if self.image_token is not None and not args.world.freeze_vision:
                 settings["enable_tower_connector_lora"] = True
@@ -204,22 +202,3 @@ class VllmEngine(Engine):
         if self.cuda and not self.asleep:
             self.llm.sleep(level=1 if self.takes_adapter else 2)
             self.asleep = True
-
-
-def multiply_with_one_adapter() -> None:
-    """On a CPU vLLM copies the adapter for each token, which takes six times as long."""
-    from vllm.lora.ops.torch_ops import lora_ops
-    from vllm.lora.punica_wrapper import punica_cpu
-
-    def shrink(inputs, weights, output, indices, scale=1.0):
-        product = inputs.to(output.dtype) @ weights[0, 0].T.to(output.dtype)
-        output[:, : product.shape[1]] = scale * product
-
-    def expand(inputs, weights, output, indices, add_inputs=True):
-        expand_slice(inputs, weights, output, indices, 0, min(output.shape[1], weights.shape[-2]))
-
-    def expand_slice(inputs, weights, output, indices, start, size, add_inputs=True):
-        output[:, start : start + size] += (inputs.to(output.dtype) @ weights[0, 0].T)[:, :size]
-
-    for each in (lora_ops, punica_cpu):
-        each.bgmv_shrink, each.bgmv_expand, each.bgmv_expand_slice = shrink, expand, expand_slice

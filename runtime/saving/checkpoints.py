@@ -17,12 +17,11 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 from runtime.data import Step, Trajectory
 from runtime.distributed import fsdp, processes
-from runtime.networks import Network, adapter_weights, assert_finite, is_adapted, policy_weights
+from runtime.networks import Network, adapter_weights, assert_finite, dense_weights, is_adapted
 from runtime.saving import files
 from runtime.view.terminal import warn
 
@@ -33,7 +32,6 @@ from safetensors.torch import save_file
 FORMAT = 3  # of a checkpoint
 LISTS = "lists.pt"  # what a script keeps beside its networks
 CHEAP = 2**30  # [bytes] a smaller checkpoint is written after every iteration
-SHARD = 2**31  # [bytes] of a dense policy are collected for a file
 SHARE = 0.05  # of the run's time, what larger ones may take, if --save-every does not say
 writer = ThreadPoolExecutor(1, "checkpoint")
 unfinished: list[Future] = []  # the checkpoint that the thread is at work on
@@ -63,13 +61,11 @@ def save_checkpoint(
     began, iteration, is_first = time.perf_counter(), rows[-1]["iteration"], processes.rank() == 0
     draft, best = run / "checkpoints" / "draft", best_of(rows)
     policy = next(network for network in networks if network.name == "policy")
-    is_whole, is_best = None, iteration == best
     if is_first:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was stopped
-        is_whole = iteration == args.iterations or is_due(run, rows, args)
-        is_whole = is_whole or is_best and is_adapted(policy.model)
-    is_whole = processes.broadcast(is_whole)
-    if not is_whole and not is_best:
+    ends = iteration == args.iterations or (iteration == best and is_adapted(policy.model))
+    is_whole = processes.broadcast(is_first and (ends or is_due(run, rows, args)))
+    if not is_whole and iteration != best:
         return
     parts = {}  # {name.index[.moment]: tensor, or this process's part of it}
     for network in networks:
@@ -99,12 +95,11 @@ def save_checkpoint(
         if os.environ.get("GROUP_RANK", "0") != "0":  # another machine: its own has to sync it
             files.sync(file)
     processes.wait()  # all files are there
-    if not is_first:
-        return
-    took = time.perf_counter() - began
-    skips = {network.name: network.skips for network in networks}
-    about = {"format": FORMAT, "iteration": iteration, "skipped": skips, "seconds": took}
-    unfinished.append(writer.submit(finish_checkpoint, run, about, best, args.run_args.keep))
+    if is_first:
+        took = time.perf_counter() - began
+        skips = {network.name: network.skips for network in networks}
+        about = {"format": FORMAT, "iteration": iteration, "skipped": skips, "seconds": took}
+        unfinished.append(writer.submit(finish_checkpoint, run, about, best, args.run_args.keep))
 
 
 def is_due(run: Path, rows: list[dict], args) -> bool:
@@ -175,32 +170,12 @@ def write_adapter(path: Path, model, name: str, every_rank: bool = False) -> Non
 
 def write_dense(path: Path, network: Network, tokenizer, args) -> None:
     """Write the policy as one dense network in --dtype: what --model reads. All processes call it;
-    the first one writes, and holds SHARD bytes of it and a tensor."""
-    causal, dtype = network.plain, getattr(torch, args.run_args.dtype)
-    weights = ((name, tensor.to(dtype).cpu()) for name, tensor in policy_weights(network.model))
+    the first one writes."""
+    causal, weights = network.plain, dense_weights(network.model, args.run_args.dtype)
     if processes.rank():
-        for _ in weights:  # of a sharded policy each process has a part of every tensor
-            pass
         return
     shutil.rmtree(path, ignore_errors=True)  # of a start that was killed
-    filled, parts, places = 0, [], {}
-
-    def shard_of(weight) -> int:
-        nonlocal filled
-        filled += weight[1].nbytes
-        return filled // SHARD
-
-    for number, shard in groupby(weights, shard_of):
-        causal.save_pretrained(path, state_dict=dict(shard))
-        parts.append(path / f"model-{number:05d}.safetensors")
-        (path / "model.safetensors").rename(parts[-1])
-        with safe_open(parts[-1], framework="pt") as tensors:
-            places |= dict.fromkeys(tensors.keys(), parts[-1].name)
-    if len(parts) == 1:
-        parts[0].rename(path / "model.safetensors")
-    else:
-        index = {"metadata": {}, "weight_map": places}
-        files.write_json(path / "model.safetensors.index.json", index)
+    causal.save_pretrained(path, state_dict=weights)
     config = files.read_json(path / "config.json")
     files.write_json(path / "config.json", config | {"dtype": args.run_args.dtype})
     tokenizer.save_pretrained(path)
@@ -235,8 +210,7 @@ def sum_of(about: dict) -> str:
 
 def link(run: Path, best: int | None) -> None:
     """Point runs/NAME/policy, prm and best at the last and best networks, or at their exports."""
-    networks = [each for last in kept_in(run)[-1:] for each in last.iterdir() if each.is_dir()]
-    links = {network.name: network for network in networks}
+    links = {p.name: p for last in kept_in(run)[-1:] for p in last.iterdir() if p.is_dir()}
     if best:
         links["best"] = run / "checkpoints" / f"{best:06d}" / "policy"
     for name, target in links.items():

@@ -93,7 +93,8 @@ def open_run(run, hashes: dict[str, str]) -> None:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         run.lock, run.path = lock(path), path
     except OSError as error:
-        sys.exit(f"{error.filename or path}: {error.strerror}")
+        flag, reason = "resume" if resume else "runs_dir", f"cannot be written ({error.strerror})"
+        refuse(flag, resume or run_args.runs_dir, reason)
     run.began = [] if resume else made  # unmade again where nothing begins
     wandb_id = starts[0]["wandb_id"] if starts else uuid.uuid4().hex[:8]
     run.starts = [*starts, {"script": script, "wandb_id": wandb_id, **start}]

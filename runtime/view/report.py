@@ -1,10 +1,8 @@
 """What episodes were like, the lines of the terminal, curve.png, and W&B."""
 
 import hashlib
-import json
 import os
 import socket
-from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,7 +16,6 @@ from runtime.worlds import asked, check_world, require, summary_of
 import numpy as np
 from tqdm import tqdm
 
-ANSWERS_WITHIN = 4.0  # seconds of W&B, whose client asks twice
 TERMINAL = "train/success eval/success eval/goal train/valid_actions prm/pair_accuracy prm/skill"
 CREDIT = {  # what curve.png says of a PRM
     "prm/pair_accuracy": "pairs ranked right",
@@ -115,13 +112,13 @@ def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
     import wandb
 
     options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
-    wait = {"init_timeout": ANSWERS_WITHIN, "finish_timeout": 60, "silent": quiet}
+    wait = {"init_timeout": 4.0, "finish_timeout": 60, "silent": quiet}  # seconds
     try:
         settings = wandb.setup().settings
         if settings.mode == "online" and not {"HTTPS_PROXY", "https_proxy"} & os.environ.keys():
             url = urlsplit(settings.base_url)  # its client would try for much longer
             port = url.port or (443 if url.scheme == "https" else 80)
-            socket.create_connection((url.hostname, port), ANSWERS_WITHIN).close()
+            socket.create_connection((url.hostname, port), 4.0).close()
         return wandb.init(**options, settings=wandb.Settings(**wait))
     except Exception as error:  # network, key and service have no common class
         secret = os.environ.get("WANDB_API_KEY") or "\n"
@@ -130,25 +127,6 @@ def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
         warn(f"--track: W&B cannot be had ({reason}); {way}")
     wandb.teardown()  # its service holds the run half open
     return wandb.init(**options, mode="offline")
-
-
-def tables(**lines: list[str]) -> dict:
-    """{name: W&B's table of these lines of episodes.jsonl, a row per step}; none of no lines."""
-    import wandb
-
-    found = {}
-    for name, rows in lines.items():
-        data, seen = [], Counter()
-        for episode in map(json.loads, rows):
-            task = episode["task"]
-            head = [episode["iteration"], task, seen[task]]
-            head += [episode[key] for key in ("outcome", "success", "truncated")]
-            data += [[*head, n, *step.values()] for n, step in enumerate(episode["steps"])]
-            seen[task] += 1
-        if data:
-            columns = "iteration task episode outcome success truncated step".split()
-            found[name] = wandb.Table(columns=[*columns, *episode["steps"][0]], data=data)
-    return found
 
 
 def show(row: dict, left: float | None) -> None:
