@@ -265,18 +265,6 @@ def test_a_new_best_adapter_is_kept_with_its_moments(run):
     assert os.readlink(run / "best") == "checkpoints/000003/policy"
 
 
-def test_a_large_policy_is_written_in_several_files(run, monkeypatch):
-    """Of which only one is in memory at a time."""
-    networks = networks_of(1)
-    monkeypatch.setattr(checkpoints, "SHARD", 20_000)
-    save(run, networks, 1)
-    assert len([*(run / "policy").glob("model-*.safetensors")]) > 2
-    read = dict(read_model(run / "policy").named_parameters())
-    named = dict(random_model(1).named_parameters())
-    assert read.keys() == named.keys()
-    assert same([*read.values()], networks[0].trained)
-
-
 def test_rows_of_several_processes_are_put_together(two):
     """Whatever number of them wrote a checkpoint, and whatever number reads it: three, of which the
     last had no row of the small tensors."""
