@@ -54,7 +54,6 @@ def work(hidden: int, home: Path, tree: Path) -> None:
     sys.path.insert(0, str(tree))
     from runtime.distributed import fsdp, processes
     from runtime.networks import Network
-    from runtime.saving import checkpoints
     from runtime.saving.checkpoints import finish_saving, load_checkpoint, save_checkpoint
 
     import torch
