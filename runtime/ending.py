@@ -22,7 +22,6 @@ from runtime.worlds import OURS, SHORT, began
 import torch
 
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # no space, a file or a quota at its limit
-NO_MEMORY = "can't allocate memory"  # torch, on a CPU
 current: list = []  # the Run that this process is at work in
 
 
@@ -84,6 +83,8 @@ def stop(run, error: BaseException) -> None:
         sys.exit(processes.rank() or f"\nstopped{f' by {error}' if str(error) else ''}{kept}")
     if isinstance(error, SystemExit) and str(error).startswith("stopped: "):  # in all processes
         sys.exit(processes.rank() or f"{error}{kept}")
+    if isinstance(error, SystemExit) and not error.code:
+        sys.exit(f"stopped: sys.exit() in a task of the world's{kept}")
     if isinstance(error, FloatingPointError):
         if processes.rank():
             sys.exit(1)
@@ -101,7 +102,7 @@ def stop(run, error: BaseException) -> None:
     if isinstance(error, EngineError):
         other = "" if run.args.run_args.engine_url else ", or --engine hf needs nothing more"
         sys.exit(f"\nstopped: {shown(error)}{kept}{other}")
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         sys.exit(f"\nstopped: out of memory{kept} (--micro-batch-tokens, --engine-memory: less)")
     is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
     if processes.count() > 1 and isinstance(error, RuntimeError) and is_lost:

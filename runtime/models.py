@@ -172,5 +172,7 @@ def template_options(run, tokenizer) -> dict:
     read -= {"messages", "add_generation_prompt"}  # which Chat gives
     if unread := [name for name in options if name not in read]:
         refuse("chat_template_kwargs", given, f"--model's chat template takes no {unread[0]}")
+    if any(value in ("true", "false", "True", "False") for value in options.values()):
+        refuse("chat_template_kwargs", given, "true and false stand without quotes")
     began = datetime.fromisoformat(processes.broadcast(run.starts and run.starts[0]["time"]))
     return {"strftime_now": began.strftime} | options

@@ -16,8 +16,6 @@ from runtime.worlds import Door, WorldFault, asked, state_of, summary_of, task_o
 import torch
 from tqdm import tqdm
 
-FAILED_SHARE = 0.2  # of a rollout's episodes; if more worlds raise, the run ends
-
 
 class Stage:
     """What episodes are played with; a Run is one too."""
@@ -41,7 +39,7 @@ def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Tra
     random.setstate(drawn)
     faults = processes.gather(faults)
     run.faults += len(faults)
-    if len(faults) > FAILED_SHARE * len(tasks):
+    if len(faults) > 0.2 * len(tasks):
         reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
     for task, reason in faults:

@@ -278,7 +278,7 @@ def check_flags(path: Path, sweep: dict, args) -> None:
 def ends_of(parameter: dict) -> list:
     """The parameter's values, or the ends of what is drawn, as they are drawn."""
     if "min" not in parameter:
-        return parameter.get("values", [parameter.get("value")])
+        return [*parameter.get("values", [parameter.get("value")])]
     kind = int if kind_of(parameter) == "int_uniform" else float
     return [kind(parameter["min"]), kind(parameter["max"])]
 
@@ -401,25 +401,28 @@ def command_of(sweep: dict, config: dict) -> list[str]:
 
 
 def text_of(sweep: dict) -> str | None:
-    """The hash of the program, of its imports from beside it or from envs/, and of its model."""
+    """The hash of the program, of its imports from beside it or from envs/, of its models, and of
+    directories that the flags after -- name (sweep["more"])."""
     program = (ROOT / sweep["program"]).resolve()  # Python imports from beside a link's target
     if not program.is_file():
         return None
-    model = sweep.get("parameters", {}).get("model", {}).get("value")
-    model = files_of(ROOT / model) if isinstance(model, str) else None
-    return digest(*map(hash_file, imported_by(program)), *([model] if model else []))
+    named = ends_of(sweep.get("parameters", {}).get("model", {"values": []}))
+    named += [word.partition("=")[2] or word for word in sweep.get("more", ())]
+    hashes = [files_of(ROOT / name) for name in named if name and isinstance(name, str)]
+    return digest(*map(hash_file, imported_by(program)), *filter(None, hashes))
 
 
 files_of = functools.cache(hash_files)  # a model may have many GB, and each job's end asks again
 
 
 def imported_by(program: Path) -> list[Path]:
-    """A program's file and those of its imports, and theirs, that lie beside it or in envs/, where
-    packages count as a whole. The rest of the repository does not decide what is learnt."""
-    found, left = set(), [program]
+    """A program's file and those of its imports, and theirs, that lie beside it, in its folders or
+    in envs/; packages count as a whole. runtime/ does not decide what is learnt."""
+    found, left, home = set(), [program], program.parent
     while left:
         file = left.pop()
-        inside = file.parent == program.parent or ROOT / "envs" in file.parents
+        ours = file.is_relative_to(home) and ROOT / "runtime" not in file.parents
+        inside = ours or ROOT / "envs" in file.parents
         if file in found or not inside or not file.is_file():
             continue
         found.add(file)
@@ -435,7 +438,7 @@ def imported_by(program: Path) -> list[Path]:
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         for name in names:
-            for place in (program.parent, ROOT):
+            for place in (home, ROOT):
                 path = place.joinpath(*name.split("."))
                 left += [path.with_suffix(".py"), path / "__init__.py"]
     return sorted(found)

@@ -351,6 +351,7 @@ def main() -> None:
     args = read_arguments()
     sweep = read_sweep(args.file)
     check_flags(args.file, sweep, args)
+    sweep["more"] = args.more
     sweep["text"] = text_of(sweep)
     learnt = ("text", "program", "command", "method", "metric", "parameters", "early_terminate")
     sweep["study"] = digest([sweep.get(key) for key in learnt], args.more, args.draw_seed)

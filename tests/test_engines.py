@@ -21,6 +21,7 @@ import types
 
 from runtime.data import Step, Trajectory, flatten
 from runtime.engines import EngineError, SamplingParams, served
+from runtime.engines import vllm as vllm_engine
 from runtime.engines.transformers import TransformersEngine
 from runtime.engines.vllm import VllmEngine
 from runtime.networks import Network, add_adapter, batch_logprobs, compute_with, policy_weights
@@ -458,7 +459,7 @@ def measure_vllm() -> dict:
     model, args, gaps = tiny(), settings(), {}
     contexts = contexts_of(model)
     engine = VllmEngine(str(TINY), [STOP], args)
-    whole, reset = VllmEngine.repack_tied_head, engine.llm.reset_prefix_cache
+    whole, reset = vllm_engine.repack_tied_head, engine.llm.reset_prefix_cache
     assert model.config.tie_word_embeddings
     gaps["start"] = gap(engine, model, args, contexts)
     for top_p, top_k in TRUNCATIONS:
@@ -475,10 +476,10 @@ def measure_vllm() -> dict:
         gaps[f"temperature {temperature}"] = gap(engine, model, other, contexts)
 
     move(model, 4)
-    engine.repack_tied_head = lambda network: None
+    vllm_engine.repack_tied_head = lambda network: None
     engine.load(model)
     gaps["without the head"] = gap(engine, model, args, contexts)
-    engine.repack_tied_head = whole
+    vllm_engine.repack_tied_head = whole
     engine.load(model)
     gaps["with the head"] = gap(engine, model, args, contexts)
 

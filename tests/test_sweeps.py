@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from runtime.saving.files import hash_files
 from sweeps import file as sweep_file
 from sweeps import results as sweep_results
 from sweeps import run as runner
@@ -436,6 +437,34 @@ def test_a_link_to_a_program_is_what_it_links_to(tmp_path):
     for text in ("a = 1\n", "a = 2\n"):
         (tmp_path / "elsewhere/helper.py").write_text(text)
         seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")}))
+    assert len(seen) == 2
+
+
+def test_what_a_program_imports_from_a_folder_beside_it_counts(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "program.py").write_text("from lib.rooms import SIZE\n")
+    seen = set()
+    for text in ("SIZE = 1\n", "SIZE = 2\n"):
+        (tmp_path / "lib/rooms.py").write_text(text)
+        seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")}))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("how", ["value", "values", "after --", "after -- with ="])
+def test_other_files_of_a_model_are_another_program(how, tmp_path, monkeypatch):
+    (tmp_path / "program.py").write_text("a = 1\n")
+    model, seen = tmp_path / "model", set()
+    model.mkdir()
+    start = {
+        "value": {"parameters": {"model": {"value": str(model)}}},
+        "values": {"parameters": {"model": {"values": ["none", str(model)]}}},
+        "after --": {"more": ["--model", str(model)]},
+        "after -- with =": {"more": [f"--model={model}"]},
+    }[how]
+    for text in ("a", "b"):
+        (model / "config.json").write_text(text)
+        monkeypatch.setattr(sweep_file, "files_of", hash_files)  # it remembers within a process
+        seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")} | start))
     assert len(seen) == 2
 
 

@@ -8,6 +8,7 @@ import atexit
 import ctypes
 import os
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, reduce
 
 GIVES = "torchrun --nproc_per_node N script.py --processes N starts N (accelerate launch --cpu: 1)"
-PATIENCE = timedelta(hours=2)  # of what one process does alone, as hashing a large checkpoint
 gather = gather_object  # the items of all processes' lists, in the processes' order
 
 
@@ -40,7 +40,7 @@ def start(args) -> torch.device:
         os.sched_setaffinity(0, cores[first:last] or cores)  # else every engine pins the same ones
         if neighbours == launched:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=2))
     if fsdp.wanted() and (args.policy_lora_rank or run_args.engine == "hf"):
         sys.exit("--policy-lora-rank, --engine hf: FSDP shards a policy that is trained whole")
     # with it transformers loads weights in the first process only
@@ -82,9 +82,9 @@ def wait() -> None:
 
 
 def end() -> None:
-    """End this process, with status 0, once all have come here, if there are several. At the
-    interpreter's own end a thread of gloo with a tensor left would abort."""
-    if count() == 1:
+    """End this process, with status 0, once all have come here. At the interpreter's own end a
+    thread of gloo with a tensor left would abort, and a world's would be waited for."""
+    if count() == threading.active_count() == 1:
         return
     wait()
     atexit._run_exitfuncs()

@@ -173,7 +173,7 @@ class VllmEngine(Engine):
         else:
             weights = {"weights_iterator": policy_weights(model)}
             self.llm.collective_rpc("reload_weights", kwargs=weights)
-            self.llm.apply_model(self.repack_tied_head)
+            self.llm.apply_model(repack_tied_head)
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
             self.asleep = False
@@ -181,8 +181,6 @@ class VllmEngine(Engine):
         if self.image_token is not None:
             self.llm.reset_mm_cache()
             self.llm.llm_engine.reset_encoder_cache()
-
-    repack_tied_head = staticmethod(repack_tied_head)
 
     def take_adapter(self, model) -> None:
         """Take the policy's adapter under a new id: of a used one vLLM has the old weights."""

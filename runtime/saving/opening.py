@@ -187,14 +187,15 @@ def refuse_others(path: Path) -> None:
 
 
 def sources_of(env) -> dict[str, str]:
-    """The files of the script and of the world's class, and of the modules beside them."""
-    world = getattr(sys.modules.get(type(env).__module__), "__file__", None) or ""
+    """The files of the script, of the world's class and its bases, and of modules beside them."""
+    mro = [sys.modules.get(each.__module__) for each in type(env).__mro__]
+    world, *bases = [getattr(module, "__file__", None) or "" for module in mro]
     files = {os.path.realpath(sys.argv[0]): "script"}
     files.setdefault(os.path.realpath(world), "world")  # which may be the script
     homes = {*map(os.path.dirname, (*files, world))}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if os.path.dirname(file) in homes:
+        if os.path.dirname(file) in homes or file in bases:
             files.setdefault(os.path.realpath(file), name)
     return {what: file for file, what in files.items() if os.path.isfile(file)}
 

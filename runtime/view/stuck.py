@@ -29,8 +29,8 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
         "no answer had a valid action (episodes.jsonl has them): the model does not know the "
         "format, which warm_start.py teaches, or --max-action-tokens is too small for it",
     ),
-    "train/dead_groups": (  # a critic compares nothing within groups
-        lambda share, row: share == 1 and not any(key.startswith("critic/") for key in row),
+    "train/dead_groups": (  # a critic, or a reward of steps, may teach all the same
+        lambda share, row: share == 1 and not row.get("policy/grad_norm"),
         "all episodes of every group had the same outcome, which teaches nothing: a higher "
         "--temperature, a larger --group-size or easier tasks",
     ),
