@@ -471,6 +471,9 @@ def test_the_date_is_that_of_the_runs_begin_and_stays(tmp_path):
             read_chat(current[0].tokenizer, [], "model", run=current[0])
         said = f"--chat-template-kwargs {given}: --model's chat template takes no {name}"
         assert stop.value.code == said
+    current[0].args.run_args.chat_template_kwargs = '{"shout": "false"}'  # a text is true
+    with pytest.raises(SystemExit, match="true and false stand without quotes"):
+        read_chat(current[0].tokenizer, [], "model", run=current[0])
 
 
 @pytest.mark.parametrize("value", ("{", "[1]", "3", "{'a': 1}", "[" * 4000))

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import time
 from dataclasses import fields
@@ -27,9 +28,9 @@ from runtime.worlds import OURS, Door, WorldFault, check_world
 
 import pytest
 import torch
-from conftest import load, settings
+from conftest import ROOT, load, settings
 from test_worlds import Chat, Engine
-from tiny_world import module_of, program, run_in, run_there, write
+from tiny_world import SMALL, module_of, program, run_in, run_there, write
 
 PLAY = load("rloo_sokoban").play
 
@@ -857,6 +858,23 @@ def test_whether_a_failure_is_counted_may_not_raise(tmp_path):
     assert said == "Lost: counted raised ZeroDivisionError: division by zero"
 
 
+def test_an_exit_in_a_task_of_the_worlds_own_is_told(tmp_path):
+    step = "async def ends(): sys.exit()\nimport sys\nself.own = asyncio.ensure_future(ends())"
+    done = run_in(tmp_path, step=step)
+    assert done.returncode == 1 and "stopped: sys.exit() in a task of the world's" in done.stderr
+
+
+def test_a_thread_of_the_worlds_own_keeps_no_process(tmp_path):
+    begin = (
+        "import threading\nif task == 1: threading.Thread(target=threading.Event().wait).start()"
+    )
+    write(tmp_path, begin=begin)
+    command = [sys.executable, "mine.py", *SMALL]
+    own = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, timeout=240)
+    assert done.returncode == 0 and (tmp_path / "runs/a/view.html").exists()
+
+
 def test_an_exit_of_the_world_is_no_end_of_the_run(tmp_path):
     """sys.exit() and sys.exit(0) in each step: status 1, and one line."""
     for code in ("", "0", "None"):
@@ -1016,6 +1034,21 @@ def test_an_edit_of_a_module_beside_the_world_is_told(tmp_path, monkeypatch):
     done = run_there(tmp_path, "--run-name", "", "--resume", "runs/a", "--iterations", "2")
     assert done.returncode == 0 and done.stdout.count("was edited") == 1
     assert f"{beside.name} was edited since this run last started" in done.stdout
+
+
+def test_an_edit_of_a_class_that_the_world_extends_is_told(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
+    base = tmp_path / "elsewhere/base_of_the_tiny_world.py"
+    base.write_text("class Base:\n    bonus = 0.5\n")
+    write(tmp_path)
+    text = (tmp_path / "tiny.py").read_text().replace("class World:", "class World(Base):")
+    (tmp_path / "tiny.py").write_text(f"from {base.stem} import Base\n{text}")
+    assert run_there(tmp_path).returncode == 0
+    base.write_text("class Base:\n    bonus = 0.0\n")
+    done = run_there(tmp_path, "--run-name", "", "--resume", "runs/a", "--iterations", "2")
+    assert done.returncode == 0 and done.stdout.count("was edited") == 1
+    assert f"{base.name} was edited since this run last started" in done.stdout
 
 
 def test_a_world_that_is_in_the_script_is_told_once(tmp_path):
