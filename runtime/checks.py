@@ -50,6 +50,8 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
         refuse("max_action_tokens", args.max_action_tokens, reason)
     if not all(map(is_address, run_args.engine_url)):  # the value may hold a key
         refuse("engine_url", "...", "no http address, as http://localhost:8000, without a path")
+    if run_args.async_rollout and not run_args.engine_url:
+        refuse("async_rollout", True, "it needs --engine-url, servers that sample meanwhile")
     if run_args.engine_url and run_args.engine == "hf":
         refuse("engine", "hf", "the servers of --engine-url are vLLM's")
     if run_args.engine_url and asked(env, "shows_pictures", False):

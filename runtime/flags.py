@@ -58,8 +58,8 @@ class RunArgs:
     track: bool = False  # Log to Weights & Biases too; an agent of a sweep always does.
 
     def __post_init__(self):
-        if self.async_rollout and not self.engine_url:
-            refuse("async_rollout", True, "it needs --engine-url, servers that sample meanwhile")
+        if 0 < self.eval_temperature < SMALL:
+            refuse("eval_temperature", self.eval_temperature, f"has to be 0, or from {SMALL}")
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(self.chat_template_kwargs or "{}"), dict):
                 return

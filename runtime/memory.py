@@ -8,7 +8,6 @@ from runtime.distributed import fsdp
 from runtime.view.terminal import warn
 
 GIB = 2**30
-SPARE = 1.1  # a GPU's memory is cut into pieces: so much more than the tensors
 LOGITS = 2**28  # of them at a time (networks.py)
 FEWER = 64  # --policy-lora-rank that is proposed
 PICTURES = 0.25  # of a context's tokens, those that stand for pictures: assumed
@@ -160,12 +159,13 @@ def kept_by_layer(shape: Shape, dtype: str) -> int:
 
 def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
     """Bytes that a card has to have, or a machine without one for this process. A card's engine
-    sleeps during an update; afterwards it has its share beside what the trainer keeps."""
+    sleeps during an update; afterwards it has its share beside what the trainer keeps. Its memory
+    is cut into pieces: 1.1 times what the tensors have."""
     parts, share = predict(shape, setting, gpu), setting.engine_share
     engine = setting.number * (shape.dense + (shape.tower.dense if shape.tower else 0))
     if not gpu:
         return sum(parts.values()) + (engine if share else 0)
-    need = max(SPARE * sum(parts.values()), (parts["policy"] + parts["PRM"]) / (1 - share))
+    need = max(1.1 * sum(parts.values()), (parts["policy"] + parts["PRM"]) / (1 - share))
     return max(need, engine / share) if share else need
 
 

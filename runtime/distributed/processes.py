@@ -8,7 +8,6 @@ import atexit
 import ctypes
 import os
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -82,9 +81,9 @@ def wait() -> None:
 
 
 def end() -> None:
-    """End this process, with status 0, once all have come here. At the interpreter's own end a
-    thread of gloo with a tensor left would abort, and a world's would be waited for."""
-    if count() == threading.active_count() == 1:
+    """End this process, with status 0, once all have come here, if there are several. At the
+    interpreter's own end a thread of gloo with a tensor left would abort."""
+    if count() == 1:
         return
     wait()
     atexit._run_exitfuncs()

@@ -158,8 +158,8 @@ class ServerEngine:
             ids, most = choice["token_ids"], request["sampling_params"]["max_tokens"]
             logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice["weight_versions"]}
-            are_sampled = all(token >= 0 and -1e4 < x <= 1e-3 for token, x in zip(ids, logprobs))
-            if not (are_sampled and 0 < len(ids) == len(logprobs) <= most):
+            is_right = 0 < len(ids) == len(logprobs) <= most and ids == [abs(int(i)) for i in ids]
+            if not (is_right and all(-1e4 < x <= 1e-3 for x in logprobs)):
                 raise ValueError("not so many ids and log-probabilities")
         except NOT_AN_ANSWER as error:
             raise EngineError(f"{server.url}: no sample in its answer") from error

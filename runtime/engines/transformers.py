@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
-QUIET = 3  # passes of the event loop in which nobody has asked, before those who have are answered
 ROOM = 64  # tokens that are appended before a layer's keys and values are copied once
 
 
@@ -42,9 +41,9 @@ class TransformersEngine(Engine):
         self.shift = 0  # [B, 1] by how much positions differ from places, where there are pictures
 
     async def work(self) -> None:
-        """Wait until all have asked who do not wait for something else; then answer all of them."""
+        """Answer all who have asked, once nobody does in three passes of the event loop."""
         number, quiet = 0, 0
-        while quiet < QUIET:
+        while quiet < 3:
             quiet = quiet + 1 if number == len(self.asked) else 0
             number = len(self.asked)
             await asyncio.sleep(0)

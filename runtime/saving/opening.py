@@ -88,7 +88,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
         for what, file in run.sources.items():
             if now[what] != then.get(what, now[what]):
                 terminal.warn(f"--resume {path}: {file} was edited since this run last started")
-    made = [each for each in (path, path / "checkpoints") if not each.exists()]
+    made = [each for each in (path, path / "checkpoints") if not os.path.exists(each)]
     try:
         (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         run.lock, run.path = lock(path), path
@@ -178,7 +178,7 @@ def refuse_others(path: Path) -> None:
     kinds = dict.fromkeys(("policy", "prm", "critic", "best"), "link")
     kinds |= dict.fromkeys(("checkpoints", "exported", "engine"), "directory")
     kinds |= dict.fromkeys((".json", ".jsonl", ".draft", ".damaged", "curve.png", "lock"), "file")
-    for place in path.glob("*"):
+    for place in path.glob("*") if os.path.isdir(path) else ():
         wanted = kinds.get(place.name) or kinds.get(place.suffix)
         found = "directory" if place.is_dir() else "file" if place.is_file() else "pipe"
         found = "link" if place.is_symlink() else found

@@ -7,7 +7,6 @@ import torch
 
 ROWS = 3  # iterations in a row after which it is said
 FEW = 0.01  # share of the weights; so many are near enough to 0 to move at any learning rate
-LEAST = 1e-9  # a smaller change of a weight is none; one that begins at 0, as LoRA's B, has any
 NO_PAIR = (
     lambda number, row: number == 0,
     "no outcomes of a group were far enough apart for a preference pair, so nothing is learnt from "
@@ -61,8 +60,9 @@ def sample_of(network) -> list[torch.Tensor]:
 
 
 def moved(network, before: list[torch.Tensor]) -> float:
-    """The share of these weights (sample_of) that are others now, in all processes."""
-    changed = sum(((a - b).abs() > LEAST).sum() for a, b in zip(before, sample_of(network)))
+    """The share of these weights (sample_of) that are others now, in all processes; by less than
+    1e-9 none is: one that begins at 0, as LoRA's B, moves at any rate."""
+    changed = sum(((a - b).abs() > 1e-9).sum() for a, b in zip(before, sample_of(network)))
     changed, number = processes.total([float(changed), float(sum(map(len, before)))])
     return changed / number
 

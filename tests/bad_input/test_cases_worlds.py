@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import time
 from dataclasses import fields
@@ -28,9 +27,9 @@ from runtime.worlds import OURS, Door, WorldFault, check_world
 
 import pytest
 import torch
-from conftest import ROOT, load, settings
+from conftest import load, settings
 from test_worlds import Chat, Engine
-from tiny_world import SMALL, module_of, program, run_in, run_there, write
+from tiny_world import module_of, program, run_in, run_there, write
 
 PLAY = load("rloo_sokoban").play
 
@@ -862,17 +861,6 @@ def test_an_exit_in_a_task_of_the_worlds_own_is_told(tmp_path):
     step = "async def ends(): sys.exit()\nimport sys\nself.own = asyncio.ensure_future(ends())"
     done = run_in(tmp_path, step=step)
     assert done.returncode == 1 and "stopped: sys.exit() in a task of the world's" in done.stderr
-
-
-def test_a_thread_of_the_worlds_own_keeps_no_process(tmp_path):
-    begin = (
-        "import threading\nif task == 1: threading.Thread(target=threading.Event().wait).start()"
-    )
-    write(tmp_path, begin=begin)
-    command = [sys.executable, "mine.py", *SMALL]
-    own = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, timeout=240)
-    assert done.returncode == 0 and (tmp_path / "runs/a/view.html").exists()
 
 
 def test_an_exit_of_the_world_is_no_end_of_the_run(tmp_path):

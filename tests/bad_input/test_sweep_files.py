@@ -64,7 +64,7 @@ REFUSED = {
     "a metric without a name": ({"metric": {"goal": "maximize"}}, "metric: has no name"),
     "an empty name": ({"metric": {"name": " "}}, "metric: has no name"),
     "a name of two lines": ({"metric": {"name": "a\nb"}}, "metric: name 'a\\nb': has characters"),
-    "a long name": ({"metric": {"name": "a" * 5000}}, "metric: name 'aaa", "has 5,000 characters"),
+    "a long name": ({"metric": {"name": "a" * 5000}}, "metric: name 'aaa", "has 5,000 bytes"),
     "another goal": ({"metric": {"name": "a", "goal": "up"}}, "goal up: minimize or maximize"),
     "a target": ({"metric": {"name": "a", "target": 0.9}}, "metric: target: this runner knows"),
     "run_cap 0": ({"run_cap": 0}, "run_cap 0: has to be a whole number from 1"),
@@ -124,7 +124,7 @@ REFUSED = {
     "null as a key": (of(alpha={None: 1}), "alpha: None: no key of uniform"),
     "NUL": (of(alpha={"values": [1, "a\0b"]}), "alpha: 'a\\x00b': has characters that are not"),
     "half of a surrogate pair": (of(alpha={"value": "\ud800"}), "alpha: '\\ud800': has characters"),
-    "200,000 characters": (of(alpha={"value": "x" * 200_000}), "alpha: 'xxx", "has 200,000 char"),
+    "200,000 characters": (of(alpha={"value": "x" * 200_000}), "alpha: 'xxx", "has 200,000 byte"),
     "NUL in a list": (of(alpha={"value": ["a", "\0"]}), "alpha: '\\x00': has characters"),
     "a mapping as a value": (
         of(alpha={"values": [{"b": 1}]}),
