@@ -127,7 +127,7 @@ def run(given, words: list, url: str, seed: int, on: bool) -> dict:
         "seconds": [round(row["time/total"], 3) for row in trained],
         **taken,
         "gap": [row["policy/engine_gap"] for row in trained],
-        "success": {task: sum(each) / len(each) for task, each in sorted(solved.items())},
+        "success": {str(t): sum(each) / len(each) for t, each in sorted(solved.items())},  # as JSON
         "before": metrics[0]["eval/success"],
     }
 
