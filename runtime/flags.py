@@ -58,8 +58,6 @@ class RunArgs:
     track: bool = False  # Log to Weights & Biases too; an agent of a sweep always does.
 
     def __post_init__(self):
-        if 0 < self.eval_temperature < SMALL:
-            refuse("eval_temperature", self.eval_temperature, f"has to be 0, or from {SMALL}")
         with suppress(ValueError, RecursionError):
             if isinstance(json.loads(self.chat_template_kwargs or "{}"), dict):
                 return
@@ -74,22 +72,23 @@ PATH, NAME = 4096, 100  # bytes of a text, which may be a path, and of a name
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers of a kind, int or float, from `least` to `most`, both included."""
+    """Numbers of a kind, int or float, from `least` to `most`, both included; `or_zero`: and 0."""
 
     kind: type
     least: float
     most: float
+    or_zero: bool = False
 
     def __str__(self) -> str:
         number, form = ("a whole number", ",d") if self.kind is int else ("a number", "g")
-        return f"{number} from {self.least:{form}} to {self.most:{form}}"
+        return f"{'0 or ' * self.or_zero}{number} from {self.least:{form}} to {self.most:{form}}"
 
     @property
     def metavar(self) -> str:
         """How --help shows it: INT>=1, FLOAT>0, 0<=FLOAT<=1."""
         name = self.kind.__name__.upper()
         if self.least == SMALL:
-            return f"{name}>0"
+            return f"{name}>=0" if self.or_zero else f"{name}>0"
         if self.least < 0:
             return name
         if self.most >= MOST:
@@ -98,11 +97,11 @@ class Range:
 
     def refusal(self, text: str) -> str:
         """What a value has to be, where this text is none; else nothing."""
-        try:
+        with suppress(ValueError):
             value = self.kind(text)
-        except ValueError:
-            return f"has to be {self}"
-        return "" if self.least <= value <= self.most else f"has to be {self}"
+            if self.least <= value <= self.most or (self.or_zero and value == 0):
+                return ""
+        return f"has to be {self}"
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,10 @@ TABLE = {
         step_gamma distance_discount target noise observation_share""",
     Range(float, 0.05, 0.95): "engine_gpu_share",
     Range(float, SMALL, LARGE): "temperature clip value_clip engine_cap timeout rotary_base",
+    Range(float, SMALL, LARGE, or_zero=True): "eval_temperature",
     Range(float, SMALL, math.inf): "lr_halving max_grad_norm",  # inf: without a limit
     Range(float, 0.0, LARGE): """alpha beta invalid_penalty prm_ridge prm_weight_decay
-        pair_margin step_weight eval_temperature""",
+        pair_margin step_weight""",
     Text(): """model runs_dir resume out webshop_data sotopia_data alfworld_data game
         partner_url partner_model judge_url judge_model eval_partner_url eval_partner_model
         eval_judge_url eval_judge_model chat_template_kwargs""",

@@ -35,7 +35,7 @@ def start(args) -> torch.device:
     if number > 1:
         local, neighbours = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         cores = sorted(os.sched_getaffinity(0), key=place_of)
-        first, last = (number * len(cores) // neighbours for number in (local, local + 1))
+        first, last = (n * len(cores) // neighbours for n in (local, local + 1))
         os.sched_setaffinity(0, cores[first:last] or cores)  # else every engine pins the same ones
         if neighbours == launched:
             os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")

@@ -222,20 +222,20 @@ class ServerEngine:
     def load(self, model) -> None:
         self.landed()  # what a thread samples with the weights before (--async-rollout)
         self.updates += 1
-        tag, is_first = f"{self.name}-{self.updates}", processes.rank() == 0
-        path = self.directory / tag
+        path, is_first = self.directory / f"{self.name}-{self.updates}", processes.rank() == 0
         if is_first:
             shutil.rmtree(self.directory, ignore_errors=True)  # those before
             path.mkdir(parents=True)
-        assert_finite(policy_weights(model))
         if self.args.policy_lora_rank:
+            assert_finite(policy_weights(model))
             write_adapter(path, model, "policy")
             self.weights = Weights(f"{self.path} alone", self.path, path)
         else:
             weights = dense_weights(model, self.args.run_args.dtype)
+            assert_finite(weights.items())
             if is_first:
                 save_file(weights, path / "model.safetensors")
-            self.weights = Weights(tag, str(path))
+            self.weights = Weights(path.name, str(path))
         if failed := processes.broadcast(asyncio.run(self.hand_over()) if is_first else ""):
             raise EngineError(failed)
         for server in self.servers if not is_first else ():
