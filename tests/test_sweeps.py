@@ -428,32 +428,33 @@ def test_another_text_of_its_world_is_another_program(tmp_path, monkeypatch):
         assert sweep_file.text_of({"program": "mine.py"}) in seen
 
 
+def texts_of(home, name: str, start: dict | None = None) -> int:
+    """How many programs home/program.py is while a file has one text and then another."""
+    seen = set()
+    for text in ("a = 1\n", "a = 2\n"):
+        (home / name).write_text(text)
+        seen.add(sweep_file.text_of({"program": str(home / "program.py")} | (start or {})))
+    return len(seen)
+
+
 def test_a_link_to_a_program_is_what_it_links_to(tmp_path):
     """Python finds a script's imports beside the file that the link names."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/program.py").write_text("import helper\n")
     (tmp_path / "program.py").symlink_to("elsewhere/program.py")
-    seen = set()
-    for text in ("a = 1\n", "a = 2\n"):
-        (tmp_path / "elsewhere/helper.py").write_text(text)
-        seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")}))
-    assert len(seen) == 2
+    assert texts_of(tmp_path, "elsewhere/helper.py") == 2
 
 
 def test_what_a_program_imports_from_a_folder_beside_it_counts(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "program.py").write_text("from lib.rooms import SIZE\n")
-    seen = set()
-    for text in ("SIZE = 1\n", "SIZE = 2\n"):
-        (tmp_path / "lib/rooms.py").write_text(text)
-        seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")}))
-    assert len(seen) == 2
+    assert texts_of(tmp_path, "lib/rooms.py") == 2
 
 
 @pytest.mark.parametrize("how", ["value", "values", "after --", "after -- with ="])
 def test_other_files_of_a_model_are_another_program(how, tmp_path, monkeypatch):
     (tmp_path / "program.py").write_text("a = 1\n")
-    model, seen = tmp_path / "model", set()
+    model = tmp_path / "model"
     model.mkdir()
     start = {
         "value": {"parameters": {"model": {"value": str(model)}}},
@@ -461,11 +462,8 @@ def test_other_files_of_a_model_are_another_program(how, tmp_path, monkeypatch):
         "after --": {"more": ["--model", str(model)]},
         "after -- with =": {"more": [f"--model={model}"]},
     }[how]
-    for text in ("a", "b"):
-        (model / "config.json").write_text(text)
-        monkeypatch.setattr(sweep_file, "files_of", hash_files)  # it remembers within a process
-        seen.add(sweep_file.text_of({"program": str(tmp_path / "program.py")} | start))
-    assert len(seen) == 2
+    monkeypatch.setattr(sweep_file, "files_of", hash_files)  # it remembers within a process
+    assert texts_of(tmp_path, "model/config.json", start) == 2
 
 
 def test_another_text_of_the_program_is_another_program(sweep, tmp_path):
