@@ -2,6 +2,7 @@
 
     python benchmarks/engine_steps.py
     python benchmarks/engine_steps.py --seeds 5 --repeats 3
+    python benchmarks/engine_steps.py --model DIR --dtype bfloat16 --name engine-steps-smollm2
 
 Each episode is a coroutine: it asks the engine for its next answer as soon as its world has said
 something (runtime/rollout.py). A rollout in rounds asks for everybody who still plays at once, by
@@ -17,7 +18,8 @@ Both play in turn, each first in every second repeat. What is told is the median
 repeats of the ratio of seconds, with the least and the greatest; the ratio of the processor seconds
 of all, which other work on the machine disturbs less; and that of the engine's steps, which nothing
 disturbs. A step costs more the more episodes it samples for: on a CPU with the tiny model 4 ms and
-0.06 ms for each. The result goes to results/engine-steps.md.
+0.06 ms for each. Of a larger model a step takes nearly the same time for any number of them, so the
+ratio of seconds is closer to that of steps. The result goes to results/NAME.md.
 """
 
 import argparse
@@ -76,10 +78,10 @@ def sampling_of(number: int) -> SamplingParams:
     return SamplingParams(max_tokens=number, stop_token_ids=[])
 
 
-def engine_of() -> VllmEngine:
-    """vLLM with the tiny model, which ends no answer by itself."""
-    engine = VllmEngine(str(MODEL), [], Args(RunArgs(engine_memory=1)))
-    engine.load(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())
+def engine_of(model: Path, dtype: str) -> VllmEngine:
+    """vLLM with this model, which ends no answer by itself."""
+    engine = VllmEngine(str(model), [], Args(RunArgs(engine_memory=1, dtype=dtype)))
+    engine.load(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     ours = engine.sampling
 
     def endless(sampling):
@@ -169,15 +171,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, default=3, help="Plans of each kind (default: 3).")
     parser.add_argument("--repeats", type=int, default=3, help="Of each plan (default: 3).")
+    parser.add_argument("--model", type=Path, default=MODEL, help="Directory (default: tiny).")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--name", default="engine-steps", help="Of the table.")
     given = parser.parse_args()
 
     torch.manual_seed(0)
-    engine = engine_of()
-    command = f"`python benchmarks/engine_steps.py --seeds {given.seeds} --repeats {given.repeats}`"
-    lines = [
-        f"{command}, {len(os.sched_getaffinity(0))} core(s), vLLM on a CPU, the tiny model",
-        "",
-    ]
+    engine = engine_of(given.model, given.dtype)
+    flags = f"--seeds {given.seeds} --repeats {given.repeats}"
+    if given.model != MODEL:
+        flags += f" --model {given.model} --dtype {given.dtype} --name {given.name}"
+    cores = f"{len(os.sched_getaffinity(0))} core(s)"
+    model = f"{given.model.name} in {given.dtype}"
+    lines = [f"`python benchmarks/engine_steps.py {flags}`, {cores}, vLLM on a CPU, {model}", ""]
     lines.append(
         "| answers | world | rounds [s] | coroutines [s] | ratio | processor | steps | goal |"
     )
@@ -187,7 +193,7 @@ def main():
         for delay in (0.0, 0.1):
             lines.append(measure(engine, kind, delay, given.seeds, given.repeats))
             print(lines[-1], flush=True)
-    (Path(__file__).parent / "results" / "engine-steps.md").write_text("\n".join(lines) + "\n")
+    (Path(__file__).parent / "results" / f"{given.name}.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
