@@ -131,10 +131,11 @@ TABLE = {
     Range(int, 0, MOST): """history policy_lora_rank critic_lora_rank prm_lora_rank prm_steps
         save_every num_products saved_pictures min_updates""",
     Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
-        max_context_tokens minibatches eval_every eval_tasks eval_samples keep micro_batch_tokens
-        engine_memory processes prm_replay in_flight crossings guarded needed max_updates
-        demonstrations batch_size episodes""",
-    Range(int, 2, MOST): "group_size",
+        max_context_tokens minibatches eval_every eval_tasks keep micro_batch_tokens processes
+        prm_replay in_flight crossings guarded needed max_updates demonstrations batch_size
+        episodes""",
+    Range(int, 2, 10_000): "group_size",
+    Range(int, 1, 10_000): "eval_samples engine_memory",
     Range(int, 0, 2**32 - 1): "seed",
     Range(int, 1, 4): "num_boxes",
     Range(int, 6, 10): "room_size",
@@ -222,6 +223,10 @@ def kinds_of(args_class) -> dict[str, Flag]:
                 both = f"{owners[name]} and {part.__name__} both have it"
                 sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
             flags[name], owners[name] = flag, part.__name__
+    for name, flag in flags.items():
+        if flag.kind is bool and f"no_{name}" in flags:
+            dashed = name.replace("_", "-")
+            sys.exit(f"--no-{dashed}: the opposite of --{dashed} too; rename the flag no_{name}")
     return flags
 
 
@@ -231,7 +236,7 @@ def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        flag, name = flag.replace("_", "-"), name_of(word)
+        flag, name = flag.replace("_", "-"), flag.removeprefix("--").replace("-", "_")
         if name not in flags and is_flag(word, flags) and not equals:  # --no-flag
             checked.append(flag)
             continue
@@ -263,13 +268,9 @@ def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
     return checked
 
 
-def name_of(word: str) -> str:
-    return word.partition("=")[0].removeprefix("--").replace("-", "_")
-
-
 def is_flag(word: str, flags: dict[str, Flag]) -> bool:
     """Whether a word of the command line is the name of a flag, or --no-flag of a boolean."""
-    name = name_of(word)
+    name = word.partition("=")[0].removeprefix("--").replace("-", "_")
     opposite = flags.get(name.removeprefix("no_"))
     return word.startswith("--") and (name in flags or (opposite and opposite.kind is bool))
 

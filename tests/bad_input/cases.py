@@ -999,7 +999,7 @@ for words in map(str.split, VALUES.strip().splitlines()):
         FLAGS.append(Case("flags", f"{words[0]} {word}", flags(word, *less), says, words[0]))
 TOGETHER = {
     "istar_webshop_ablations --step-reward=token": ("--ratio token",),
-    "rloo_sokoban --group-size=10000000": ("--group-size", "episodes at once"),
+    "rloo_sokoban --group-size=10000000": ("--group-size", "from 2 to 10,000"),
     "rloo_sokoban --processes=2": ("--processes 2", "1 started"),
 }
 FLAGS = [replace(case, says=TOGETHER.get(case.name, case.says)) for case in FLAGS]
