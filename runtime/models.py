@@ -1,7 +1,6 @@
 """Reading --model: what cannot be a policy is refused in a line that names the file and the fix."""
 
 import json
-import re
 from datetime import datetime
 from pathlib import Path
 
@@ -140,8 +139,8 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     if not tokenizer.chat_template:
         advice = "add one, or take an instruct model"
         raise ModelError(f"no chat template (chat_template.jinja): {advice}")
-    options = template_options(run, tokenizer) if run else {}
     try:
+        options = template_options(run, tokenizer) if run else {}
         chat = Chat(tokenizer, stop_ids, processor, options)
     except Exception as error:  # a template is a program, and may do anything
         why = f"its chat template cannot be used ({first_line(error)}); edit a copy: it gets"
@@ -166,9 +165,11 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
 
 def template_options(run, tokenizer) -> dict:
     """What a run gives to the chat template: --chat-template-kwargs, and the day it began."""
+    from transformers.utils.chat_template_utils import _get_template_variables
+
     given = run.args.run_args.chat_template_kwargs
     options = json.loads(given or "{}")
-    read = {*re.findall(r"\w+", str(tokenizer.chat_template))}
+    read = _get_template_variables(tokenizer.get_chat_template())
     read -= {"messages", "add_generation_prompt"}  # which Chat gives
     if unread := [name for name in options if name not in read]:
         refuse("chat_template_kwargs", given, f"--model's chat template takes no {unread[0]}")
