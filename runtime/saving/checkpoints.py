@@ -11,6 +11,7 @@ process 3 into trained-00003.safetensors. Whoever reads takes the rows of one fi
 any number of processes. A thread hashes, syncs and renames all of it, while the run goes on."""
 
 import hashlib
+import io
 import os
 import shutil
 import sys
@@ -87,7 +88,8 @@ def save_checkpoint(
         else:
             write_dense(draft / network.name, network, tokenizer, args)
     if is_first and lists:
-        torch.save({name: kept(entries) for name, entries in lists.items()}, draft / LISTS)
+        torch.save({name: kept(entries) for name, entries in lists.items()}, whole := io.BytesIO())
+        files.write(draft / LISTS, "wb", whole.getbuffer())
     if own:
         draft.mkdir(exist_ok=True)  # a network's file system may not show the first one's yet
         file = draft / f"trained{'' if is_first else f'-{processes.rank():05d}'}.safetensors"
@@ -169,8 +171,7 @@ def write_adapter(path: Path, model, name: str, every_rank: bool = False) -> Non
 
 
 def write_dense(path: Path, network: Network, tokenizer, args) -> None:
-    """Write the policy as one dense network in --dtype: what --model reads. All processes call it;
-    the first one writes."""
+    """Write the policy as one dense network in --dtype, as --model reads it. All processes call."""
     causal, weights = network.plain, dense_weights(network.model, args.run_args.dtype)
     if processes.rank():
         return

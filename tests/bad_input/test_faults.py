@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from types import SimpleNamespace
 
 import runtime.ending
 from runtime.distributed import processes
-from runtime.saving import files
+from runtime.saving import checkpoints, files
+from runtime.saving.checkpoints import kept
 
 import pytest
 from cases import SMALL, finished
@@ -67,6 +69,25 @@ def test_a_disk_that_is_full_at_any_file(resume, tmp_path):
         else:
             assert "nothing is kept; start again" in said and not runs_in(home), (size, said)
     assert tried >= 10
+
+
+def test_a_disk_that_is_full_as_a_prms_replay_is_written(tmp_path, monkeypatch):
+    """torch.save's own error has no number, and names no file."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(item):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        return kept(item)
+
+    monkeypatch.setattr(checkpoints, "kept", full)
+    words = [*SMALL, "--iterations", "1", "--run-name", "base", "--prm-replay", "64"]
+    try:
+        done = run_main("istar_sokoban", *words, cwd=tmp_path, check=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    (said,) = done.stderr.strip().splitlines()
+    assert said.startswith("stopped: the disk is full ([Errno 27] File too large: 'runs/base/")
+    assert "lists.pt'): no iteration was finished; begin it again with --resume runs/base" in said
 
 
 def test_a_batch_that_a_full_disk_does_not_take(tmp_path, monkeypatch):
