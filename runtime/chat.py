@@ -90,8 +90,7 @@ class Chat:
         return ids[:place], ids[place + 1 :]
 
     def message(self, before: str, text: str, after: str) -> list[int]:
-        """The template's words before a text, the text, with its picture if it has one, and what
-        follows until the agent answers."""
+        """Words of the template, a text with its picture if it has one, and up to the answer."""
         picture = getattr(text, "picture", None)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer takes half a surrogate pair
         text = (text.strip() if self.trims else text).replace(MARK, "\ufffd")

@@ -125,7 +125,8 @@ def find_run(args, script: str) -> Path | None:
     if run_args.run_name:
         named = Path(run_args.runs_dir, run_args.run_name)
         return named if (named / "args.json").exists() else None
-    flags = {name: value for name, value in flags_of(args).items() if name not in FREE}
+    ours = flags_of(args)
+    flags = {name: value for name, value in ours.items() if name not in FREE}
     paths = [path for path in Path(run_args.runs_dir).glob("*/") if (path / "args.json").exists()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
@@ -134,8 +135,8 @@ def find_run(args, script: str) -> Path | None:
             terminal.say(f"--resume auto: {shown(error)}; that directory is skipped")
             continue
         last = max((int(kept.name) for kept in kept_in(path)), default=0)
-        ours = starts[0]["script"] == script and flags.items() <= saved.items()
-        if ours and last < args.iterations and not lost_flags(saved, args):
+        is_ours = starts[0]["script"] == script and flags.items() <= saved.items()
+        if is_ours and last < args.iterations and saved.keys() <= ours.keys():
             return path
     return None
 
@@ -148,8 +149,9 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
         sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
     if starts[0]["script"] != script:
         sys.exit(f"--resume {path}: this run was made by {shown(starts[0]['script'])}.py")
-    if lost := lost_flags(saved, args):
-        began = f"another version of {script}.py began this run with {', '.join(lost)}"
+    if lost := sorted(saved.keys() - ours.keys()):
+        named = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in lost)
+        began = f"another version of {script}.py began this run with {named}"
         sys.exit(f"--resume {path}: {began}, which this one does not have")
     differ = [
         f"--{name.replace('_', '-')} {value}, was {shown(saved.get(name))}"
@@ -166,11 +168,6 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
         if starts[-1]["hashes"][what] != start["hashes"][what] and not override & bears[what]:
             other = f"{words.format(args.model)} are not those that the run began with"
             sys.exit(f"--resume {path}: {other} (their hash differs)")
-
-
-def lost_flags(saved: dict, args) -> list[str]:
-    lost = sorted(saved.keys() - flags_of(args).keys())
-    return [f"--{name.replace('_', '-')} {saved[name]}" for name in lost]
 
 
 def refuse_others(path: Path) -> None:
