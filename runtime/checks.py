@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 from runtime.flags import check_words, flags_of, kinds_of, refuse
 from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
-from runtime.worlds import OURS, asked, began, check_world, needed, opened
+from runtime.worlds import OURS, asked, autocast, began, check_world, needed, opened, require
 
-MOST_EPISODES = 1_000_000  # side by side
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,28 +22,24 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
     if not hasattr(args.world, "__dict__"):
         sys.exit(f"{type(args.world).__name__}: flags are a dataclass without slots=True")
     flags, kinds = flags_of(args), kinds_of(type(args))
+    require(not autocast(), env, "from_args: autocast()", True, "False, as before")
+    for read, was in began.items():  # whatever from_args set
+        OURS[read](was)
     run_args, script = args.run_args, Path(sys.argv[0])
     others = {n: v for n, v in flags.items() if n in kinds or not isinstance(v, int | float | str)}
     check_words([f"--{name}={value}" for name, value in others.items()], kinds)  # the defaults
-    for read, was in began.items():  # whatever from_args set
-        OURS[read](was)
+    types = {int: int, float: int | float, bool: bool, str: str, tuple[str, ...]: list}
+    for name, flag in kinds.items():
+        value = flags.get(name)
+        if not isinstance(value, types.get(flag.kind, object)) and value != "inf":
+            made = f"from_args, or a default, made it {type(value).__name__}"
+            refuse(name, repr(value), f"{made}, not {getattr(flag.kind, '__name__', flag.kind)}")
     text = script.read_text(errors="replace") if script.is_file() else ""
-    needed[sys.argv[0]] = {name for name in ("anchor", "game_reward") if f".{name}" in text}
+    needed.update(name for name in ("anchor", "game_reward") if f".{name}" in text)
     if flags.get("step_reward", "ground-truth") != "ground-truth":
-        needed[sys.argv[0]].discard("game_reward")
-    eval_env = check_world(env)
+        needed.discard("game_reward")
+    eval_env = check_world(env, args.tasks_per_iteration)
     panel = panel_of(args, eval_env)
-    if args.tasks_per_iteration > len(env.train_tasks):
-        reason = f"{env.name} has {len(env.train_tasks)} training tasks"
-        refuse("tasks_per_iteration", args.tasks_per_iteration, reason)
-    beside = {"group_size": args.tasks_per_iteration, "eval_samples": run_args.eval_tasks}
-    for name, tasks in beside.items():
-        if (number := tasks * flags[name]) > MOST_EPISODES:
-            reason = f"{number:,} episodes at once, {MOST_EPISODES:,} are the most"
-            refuse(name, flags[name], reason)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30  # GiB
-    if run_args.engine_memory > memory:
-        refuse("engine_memory", run_args.engine_memory, f"this machine has {memory:.0f} GiB")
     if args.max_action_tokens >= args.max_context_tokens:
         reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
         refuse("max_action_tokens", args.max_action_tokens, reason)

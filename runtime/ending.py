@@ -1,5 +1,6 @@
 """The end of a run: whatever stops it leaves one line that says what is kept and how to go on."""
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -17,7 +18,7 @@ from runtime.flags import shown
 from runtime.saving.checkpoints import finish_saving, how_to_go_on
 from runtime.saving.files import replace_file, rows_of, to_json
 from runtime.view.terminal import first_line
-from runtime.worlds import OURS, SHORT, began
+from runtime.worlds import OURS, SHORT, began, needed
 
 import torch
 
@@ -53,6 +54,7 @@ def ends_cleanly(main):
                     sys.exit(1)
                 raise
         finally:
+            needed.clear()
             for run in current:
                 if run.board:
                     run.board.finish()
@@ -85,6 +87,8 @@ def stop(run, error: BaseException) -> None:
         sys.exit(processes.rank() or f"{error}{kept}")
     if isinstance(error, SystemExit) and not error.code:
         sys.exit(f"stopped: sys.exit() in a task of the world's{kept}")
+    if isinstance(error, asyncio.CancelledError) or "Event loop stopped" in str(error):
+        sys.exit(f"stopped: the world stopped the event loop, or cancelled tasks not its own{kept}")
     if isinstance(error, FloatingPointError):
         if processes.rank():
             sys.exit(1)

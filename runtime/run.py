@@ -21,6 +21,7 @@ from runtime.saving.checkpoints import export_policy, load_checkpoint, save_chec
 from runtime.saving.files import append, to_json, write_json
 from runtime.saving.opening import open_run, peak_memory, refuse_other_ranks
 from runtime.view import report, stuck, terminal
+from runtime.worlds import check_world
 
 import numpy as np
 import torch
@@ -64,8 +65,7 @@ class Run:
         torch.set_default_dtype(torch.float32)  # whatever the world's module has set
 
     def load_policy(self, lora=None):
-        """(model, engine, chat): the policy of --model, with a LoRA adapter if lora is a peft
-        LoraConfig; what samples from it; its tokens."""
+        """(model, engine, chat): the policy, with an adapter if there is a peft LoraConfig."""
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own
@@ -143,6 +143,7 @@ class Run:
         last = 0 if self.args.run_args.eval_only else self.args.iterations
         self.begun = time.perf_counter(), self.iteration
         for iteration in range(self.iteration + 1, last + 1):
+            check_world(self.env, self.args.tasks_per_iteration)  # it may have changed its tasks
             self.seed(iteration)
             self.weights = [*map(stuck.sample_of, self.networks)]
             self.iteration, self.row = iteration, {"iteration": iteration}

@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from runtime.data import Seen
-from runtime.flags import LARGE
+from runtime.flags import LARGE, refuse
 from runtime.view.terminal import first_line, plain
 
 import torch
@@ -24,7 +24,7 @@ import torch
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
 NEEDED = ("valid", "success", "score")
 SETS = ("train_tasks", "eval_tasks", "validation_tasks")  # of a world
-needed: dict[str, set[str]] = {}  # {a script: the keys of info that it needs, beside NEEDED}
+needed: set[str] = set()  # the keys of info that the script needs, beside NEEDED
 began: dict = {}  # OURS as the script began
 SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
@@ -38,6 +38,14 @@ class Refused(SystemExit):
     """What ends a run with one line: a world gave what it may not."""
 
 
+def argv() -> list[str]:
+    return [*sys.argv]
+
+
+def autocast() -> bool:
+    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+
 def outputs(streams: list = ()) -> list:
     """sys.stdout and sys.stderr, or these, without one that is closed."""
     return [s for s in streams or (sys.stdout, sys.stderr) if not getattr(s, "closed", False)]
@@ -45,11 +53,13 @@ def outputs(streams: list = ()) -> list:
 
 OURS = {  # what is the process's own, and not a world's: what sets it
     outputs: lambda was: vars(sys).update(zip(("stdout", "stderr"), 2 * outputs(was))),
+    argv: lambda was: vars(sys).update(argv=was),
     os.getcwd: os.chdir,
     torch.initial_seed: torch.manual_seed,
     torch.get_default_device: lambda cpu: torch.set_default_device(None),  # slow if it is set
     torch.get_default_dtype: torch.set_default_dtype,
     torch.is_grad_enabled: torch.set_grad_enabled,
+    autocast: lambda was: [torch.set_autocast_enabled(device, was) for device in ("cpu", "cuda")],
 }
 
 
@@ -63,7 +73,9 @@ def as_before(env, where: str):
         for read, was in before.items():
             if (found := read()) != was:
                 OURS[read](was)
-                require(False, env, f"{where}{read.__name__}()", found, f"{was}, as before")
+                require(
+                    False, env, f"{where}{read.__name__}()", found, f"{SHORT.repr(was)}, as before"
+                )
 
 
 class Door:
@@ -184,7 +196,7 @@ class Episode:
         door.require(is_step, "step", result, "a tuple (observation, reward, done, info)")
         observation, reward, done, info = result
         door.require(isinstance(info, dict), "info", info, "a dict")
-        for name in (*NEEDED, *needed.get(sys.argv[0], ())):
+        for name in (*NEEDED, *needed):
             door.require(name in info, "info", sorted(map(str, info)), f"the key {name!r}")
         told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
         told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
@@ -194,7 +206,7 @@ class Episode:
 
     def state(self, field: str, found):
         """A copy of an anchor, which a script that compares steps by their states needs."""
-        lacks = found is None and "anchor" in needed.get(sys.argv[0], ())
+        lacks = found is None and "anchor" in needed
         expected = "the state: this script compares the steps that were taken in equal ones"
         self.door.require(not lacks, field, found, expected)
         return state_of(self.door.env, f"task {self.door.task}: {field}", found)
@@ -266,9 +278,9 @@ def task_of(env, task) -> int:
     return int(task)
 
 
-def check_world(env):
-    """The world that evaluates: env.eval_env, or env itself. Exits with one line where one of the
-    two has no name or no tasks, or a task twice."""
+def check_world(env, least: int = 0):
+    """The world that evaluates: env.eval_env or env. Exits with one line where one of the two has
+    no name or no tasks, or a task twice, or fewer tasks of training than `least`."""
     eval_env = env if (found := asked(env, "eval_env", None)) is None else found
     if (data := asked(env, "data", None)) is not None:
         is_there = isinstance(data, str | Path) and os.path.isdir(data)
@@ -285,7 +297,9 @@ def check_world(env):
             is_sequence = isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes)
             require(is_sequence, world, kind, tasks, "a sequence of task numbers: a range, a list")
             sets[kind] = tasks
-            if not isinstance(tasks, range):
+            if isinstance(tasks, range):
+                require(not tasks[sys.maxsize :], world, kind, tasks, "fewer than 2**63 tasks")
+            else:
                 sets[kind] = Counter(task_of(world, task) for task in tasks)
                 (task, times), *_ = sets[kind].most_common(1) or [(0, 0)]
                 require(times < 2, world, f"a task in {kind}", task, f"once, not {times} times")
@@ -293,6 +307,8 @@ def check_world(env):
             few, many = sorted((few, many), key=len)
             both = next((task for task in few if task in many), None)
             require(both is None, world, f"a task in {one} and {other}", both, "none in two sets")
+    if least > (number := len(env.train_tasks)):
+        refuse("tasks_per_iteration", least, f"{env.name} has {number} training tasks")
     return eval_env
 
 

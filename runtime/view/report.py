@@ -11,7 +11,7 @@ from runtime.flags import shown
 from runtime.saving.files import EPISODE_VERSION, replace_file, to_json
 from runtime.view import viewer
 from runtime.view.terminal import say, warn
-from runtime.worlds import asked, check_world, require, summary_of
+from runtime.worlds import require, summary_of
 
 import numpy as np
 from tqdm import tqdm
@@ -46,8 +46,6 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     groups = {}
     for t in trajectories:
         groups.setdefault(t.task, []).append(t)
-    if asked(env, "train_tasks", False) is not False:
-        check_world(env)  # it may have changed its tasks since the run began
     by_task = [np.mean([t.success for t in group]) for group in groups.values()]
     values = {
         "valid_actions": [step.valid for t in trajectories for step in t.steps],
