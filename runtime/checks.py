@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from runtime.flags import check_words, flags_of, kinds_of, refuse
 from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
-from runtime.worlds import OURS, asked, autocast, began, check_world, needed, opened, require
+from runtime.worlds import OURS, asked, began, check_world, modes, needed, opened, require
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +22,7 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
     if not hasattr(args.world, "__dict__"):
         sys.exit(f"{type(args.world).__name__}: flags are a dataclass without slots=True")
     flags, kinds = flags_of(args), kinds_of(type(args))
-    require(not autocast(), env, "from_args: autocast()", True, "False, as before")
+    require(not modes(), env, "from_args: torch's modes", modes(), "that all are left again")
     for read, was in began.items():  # whatever from_args set
         OURS[read](was)
     run_args, script = args.run_args, Path(sys.argv[0])

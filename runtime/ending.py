@@ -27,8 +27,7 @@ current: list = []  # the Run that this process is at work in
 
 
 def ends_cleanly(main):
-    """Around a script's main: what stops the run (a signal, a full disk, numbers that are not
-    finite) leaves one line that says what is kept and how to go on. Other errors pass."""
+    """Around a script's main: what stops a run leaves one line that says how to go on."""
     own_process = main.__module__ == "__main__"
 
     def terminated(*_):

@@ -67,7 +67,6 @@ class RunArgs:
 
 MOST = 10_000_000  # of what is counted
 LARGE, SMALL = 1e9, 1e-9  # of what is measured
-PATH, NAME = 4096, 100  # bytes of a text, which may be a path, and of a name
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Text:
         """What is wrong with this text, or nothing."""
         if not text.isprintable():
             return "has characters that are not printable"
-        most, length = NAME if self.component else PATH, len(text.encode())
+        most, length = 100 if self.component else 4096, len(text.encode())  # bytes
         if length > most:
             return f"has {length:,} bytes, {most:,} are the most"
         if self.component and (text in (".", "..") or "/" in text or text != text.strip()):
@@ -225,8 +224,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
             flags[name], owners[name] = flag, part.__name__
     for name, flag in flags.items():
         if flag.kind is bool and f"no_{name}" in flags:
-            dashed = name.replace("_", "-")
-            sys.exit(f"--no-{dashed}: the opposite of --{dashed} too; rename the flag no_{name}")
+            sys.exit(f"no_{name}: the opposite of --{name.replace('_', '-')} too; rename this flag")
     return flags
 
 

@@ -9,6 +9,7 @@ import os
 import reprlib
 import sys
 import types
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +23,7 @@ from runtime.view.terminal import first_line, plain
 import torch
 
 TRUTHS, NUMBERS = ("valid", "success"), ("score", "game_reward", "progress")  # of info
-NEEDED = ("valid", "success", "score")
-SETS = ("train_tasks", "eval_tasks", "validation_tasks")  # of a world
-needed: set[str] = set()  # the keys of info that the script needs, beside NEEDED
+needed: set[str] = set()  # the keys of info that this script needs, and others do not
 began: dict = {}  # OURS as the script began
 SHORT = reprlib.Repr()  # what a line shows of a value, also where its own repr raises
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 150
@@ -42,8 +41,9 @@ def argv() -> list[str]:
     return [*sys.argv]
 
 
-def autocast() -> bool:
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+def modes() -> list[str]:
+    on = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return ["autocast"] * on + ["inference_mode"] * torch.is_inference_mode_enabled()
 
 
 def outputs(streams: list = ()) -> list:
@@ -59,7 +59,7 @@ OURS = {  # what is the process's own, and not a world's: what sets it
     torch.get_default_device: lambda cpu: torch.set_default_device(None),  # slow if it is set
     torch.get_default_dtype: torch.set_default_dtype,
     torch.is_grad_enabled: torch.set_grad_enabled,
-    autocast: lambda was: [torch.set_autocast_enabled(device, was) for device in ("cpu", "cuda")],
+    modes: lambda was: [torch.set_autocast_enabled(device, False) for device in ("cpu", "cuda")],
 }
 
 
@@ -196,7 +196,7 @@ class Episode:
         door.require(is_step, "step", result, "a tuple (observation, reward, done, info)")
         observation, reward, done, info = result
         door.require(isinstance(info, dict), "info", info, "a dict")
-        for name in (*NEEDED, *needed):
+        for name in (*TRUTHS, "score", *needed):
             door.require(name in info, "info", sorted(map(str, info)), f"the key {name!r}")
         told = {name: door.truth(f"info[{name!r}]", info[name]) for name in TRUTHS}
         told |= {n: door.number(f"info[{n!r}]", info[n]) for n in NUMBERS if n in info}
@@ -279,8 +279,7 @@ def task_of(env, task) -> int:
 
 
 def check_world(env, least: int = 0):
-    """The world that evaluates: env.eval_env or env. Exits with one line where one of the two has
-    no name or no tasks, or a task twice, or fewer tasks of training than `least`."""
+    """The world that evaluates; exits where one has no name, no right tasks, or few to train on."""
     eval_env = env if (found := asked(env, "eval_env", None)) is None else found
     if (data := asked(env, "data", None)) is not None:
         is_there = isinstance(data, str | Path) and os.path.isdir(data)
@@ -290,8 +289,8 @@ def check_world(env, least: int = 0):
         require(isinstance(name, str) and name.isprintable(), world, "name", name, of_a_line)
         measures = asked(world, "measures", [])
         require(isinstance(measures, list | tuple), world, "measures", measures, "a list of names")
-        wanted, sets = {SETS[0]: world is env, SETS[1]: world is eval_env}, {}
-        for kind in SETS:
+        wanted, sets = {"train_tasks": world is env, "eval_tasks": world is eval_env}, {}
+        for kind in (*wanted, "validation_tasks"):
             if (tasks := asked(world, kind, None)) is None and not wanted.get(kind):
                 continue
             is_sequence = isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes)
@@ -305,6 +304,9 @@ def check_world(env, least: int = 0):
                 require(times < 2, world, f"a task in {kind}", task, f"once, not {times} times")
         for (one, few), (other, many) in combinations(sets.items(), 2):
             few, many = sorted((few, many), key=len)
+            if few and isinstance(few, range) and isinstance(many, range):
+                few, many = (tasks[:: 1 if tasks.step > 0 else -1] for tasks in (few, many))
+                few = few[bisect_left(few, many[0]) :][: many.step]  # then it repeats itself
             both = next((task for task in few if task in many), None)
             require(both is None, world, f"a task in {one} and {other}", both, "none in two sets")
     if least > (number := len(env.train_tasks)):

@@ -6,9 +6,8 @@
                                 policy with its base, made at the run's end
     runs/NAME/policy, prm, best links into the last and the best checkpoint, or to their exports
 
-Of what FSDP shards each process writes the rows that it has: the first one beside all the rest,
-process 3 into trained-00003.safetensors. Whoever reads takes the rows of one file after another, in
-any number of processes. A thread hashes, syncs and renames all of it, while the run goes on."""
+Of what FSDP shards each process writes the rows that it has, process 3 into trained-00003; any
+number of processes can read them. A thread hashes, syncs and renames all, while the run goes on."""
 
 import hashlib
 import io

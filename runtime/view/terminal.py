@@ -23,7 +23,8 @@ def begin(quiet: bool) -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None after >&-
     if quiet:
         sys.stderr.isatty = lambda: False
-    logging.getLogger("envs").addHandler(HANDLER)
+    for name in ("envs", "asyncio"):  # a world's own task that raised
+        logging.getLogger(name).addHandler(HANDLER)
     sys.excepthook = lambda *e: sys.stderr.write(plain("".join(traceback.format_exception(*e))))
 
 
