@@ -475,6 +475,9 @@ def test_the_date_is_that_of_the_runs_begin_and_stays(tmp_path):
     current[0].args.run_args.chat_template_kwargs = '{"shout": "false"}'  # a text is true
     with pytest.raises(SystemExit, match="true and false stand without quotes"):
         read_chat(current[0].tokenizer, [], "model", run=current[0])
+    current[0].tokenizer.chat_template = "{% for %}" + CHATML
+    with pytest.raises(ModelError, match="cannot be used .TemplateSyntaxError: Expected an expr"):
+        read_chat(current[0].tokenizer, [], "model", run=current[0])
 
 
 @pytest.mark.parametrize("value", ("{", "[1]", "3", "{'a': 1}", "[" * 4000))
