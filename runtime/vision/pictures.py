@@ -7,6 +7,7 @@ import sys
 
 from runtime.data import pictures_of
 from runtime.distributed import fsdp
+from runtime.flags import refuse
 from runtime.view.terminal import first_line
 
 import torch
@@ -28,24 +29,21 @@ class PictureProcessor:
         # it needs no torchvision, and equals the other one where nothing is resized
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 
-        self.model = model
+        self.model, unfit = model, functools.partial(refuse, "model", model)
         if config.model_type != "qwen2_5_vl":
-            self.refuse(f"its type {config.model_type} sees no pictures here: take a Qwen2.5-VL")
+            unfit(f"its type {config.model_type} sees no pictures here: take a Qwen2.5-VL")
         try:
             self.processor = processor or pil.Qwen2VLImageProcessorPil.from_pretrained(path)
         except Exception as error:  # each part of it has its own
-            self.refuse(f"no preprocessor_config.json for its pictures ({first_line(error)})")
+            unfit(f"no preprocessor_config.json for its pictures ({first_line(error)})")
         self.patch, self.merge = self.processor.patch_size, self.processor.merge_size
         tower = config.vision_config
         sizes = tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size
         if (self.patch, self.merge, self.processor.temporal_patch_size) != sizes:
-            self.refuse("preprocessor_config.json and config.json differ in their patches")
+            unfit("preprocessor_config.json and config.json differ in their patches")
         self.image_token = config.image_token_id
         self.patches = functools.lru_cache(maxsize=KEPT)(self.read)
         self.features: dict[bytes, torch.Tensor] = {}
-
-    def refuse(self, reason: str):
-        sys.exit(f"--model {self.model}: {reason}")
 
     def read(self, png: bytes) -> tuple[torch.Tensor, tuple[int, int]]:
         """(patches [n, d], (rows, columns) of its tokens) of a picture; or it exits."""
@@ -89,17 +87,15 @@ def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
     graph where the tower trains; what a frozen tower made is kept."""
     processor = causal.picture_processor
     # processes that gather the tower's weights together may not differ in what they know
-    keeps = has_frozen_tower(causal) and not fsdp.is_sharded(causal)
-    known = processor.features if keeps else {}
+    known = {} if fsdp.is_sharded(causal) or not has_frozen_tower(causal) else processor.features
     found = {png: known[png] for png in pngs if png in known}
     if new := [png for png in dict.fromkeys(pngs) if png not in known]:
         patches = torch.cat([processor.patches(png)[0] for png in new]).to(causal.device)
         grids = processor.grids(new).to(causal.device)
         found |= zip(new, causal.base_model.get_image_features(patches, grids).pooler_output)
-    if keeps and new:
-        known |= {png: found[png].detach() for png in new}
-        for png in list(known)[:-KEPT]:
-            del known[png]
+    known |= {png: found[png].detach() for png in new}
+    for png in list(known)[:-KEPT]:
+        del known[png]
     return found
 
 
