@@ -9,7 +9,7 @@ from runtime.distributed import processes
 from runtime.flags import refuse
 from runtime.view import terminal
 from runtime.view.terminal import first_line
-from runtime.vision.pictures import PictureProcessor
+from runtime.vision.pictures import BY_LENGTH, PictureProcessor, attention_by_length
 
 import torch
 
@@ -87,8 +87,12 @@ def read_causal_model(path: str, kind: str = "AutoModelForCausalLM", **reading):
 
 def read_seeing_model(path: str, model: str, reading: dict):
     """A Qwen2.5-VL with what reads pictures for it, model.picture_processor."""
+    from transformers import AttentionInterface
+
     causal = read_causal_model(path, "AutoModelForImageTextToText", **reading)
     causal.picture_processor = PictureProcessor(path, causal.config, model)
+    AttentionInterface.register(BY_LENGTH, attention_by_length)
+    causal.set_attn_implementation({"vision_config": BY_LENGTH})
     return causal
 
 

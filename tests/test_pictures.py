@@ -7,6 +7,7 @@ it measured.
 
 import base64
 import copy
+import importlib
 import io
 import json
 import os
@@ -34,7 +35,12 @@ from runtime.engines.transformers import TransformersEngine
 from runtime.models import read_seeing_model
 from runtime.networks import Network, action_logprobs, add_adapter, batch_logprobs
 from runtime.rollout import Stage, rollout
-from runtime.vision.pictures import never_sampled, tower_features
+from runtime.vision.pictures import (
+    BY_LENGTH,
+    attention_by_length,
+    never_sampled,
+    tower_features,
+)
 
 import numpy as np
 import pytest
@@ -42,7 +48,7 @@ import torch
 from conftest import ROOT, answers, load, network, run_main, scripts_with, settings
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AttentionInterface, AutoTokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
 MODEL = ROOT / "models" / "tiny-visual-sokoban"
@@ -163,6 +169,69 @@ def test_the_forward_pass_is_that_of_transformers():
                 use_cache=False,
             ).last_hidden_state
         assert (ours - theirs).abs().max() < 1e-4
+
+
+# ------------ the tower's attention ------------
+
+KINDS = {
+    "qwen2_vl.Qwen2VisionTransformerPretrainedModel": {"embed_dim": 64, "hidden_size": 32},
+    "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": {"fullatt_block_indexes": [1]},
+    "qwen3_vl.Qwen3VLVisionModel": {"deepstack_visual_indexes": [0]},
+}
+SIZES = torch.tensor([[1, 4, 6], [1, 10, 10], [1, 4, 6], [1, 6, 4], [1, 2, 18]])  # in patches
+
+
+def attending(monkeypatch) -> list:
+    """What will be the windows of each call of torch's attention, [batch]."""
+    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query, *rest, **options):
+        calls.append(len(query))
+        return attention(query, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_of_attention_for_each_length_of_window(kind, monkeypatch):
+    """Pictures of several sizes, in two layers: as many calls as lengths, and output and gradients
+    of the towers of transformers with a call for each window."""
+    family, name = kind.split(".")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    sizes = {"depth": 2, "hidden_size": 64, "num_heads": 4, "patch_size": 2, "window_size": 16}
+    sizes |= {"intermediate_size": 96, "out_hidden_size": 32} | KINDS[kind]
+    torch.manual_seed(0)
+    tower = getattr(module, name)(getattr(module, name).config_class(**sizes))
+    AttentionInterface.register(BY_LENGTH, attention_by_length)
+    patches = torch.randn(int(SIZES.prod(1).sum()), 3 * 2 * 2 * 2, requires_grad=True)
+    calls, found = attending(monkeypatch), []
+    for way in ("sdpa", BY_LENGTH):
+        tower.config._attn_implementation = way
+        out = tower(patches, SIZES).pooler_output
+        wanted = [patches, *tower.parameters()]
+        found.append([out, *torch.autograd.grad(out.square().mean(), wanted, allow_unused=True)])
+        calls.append("backward")
+    for loop, ours in zip(*found):
+        assert (loop is None) == (ours is None)  # deepstack's mergers are not in this output
+        assert loop is None or torch.allclose(ours, loop, rtol=1e-5, atol=1e-6)
+
+    loop, ours = calls[: calls.index("backward")], calls[calls.index("backward") + 1 : -1]
+    # whole pictures: 24 patches thrice, 36 and 100 once; in windows of 8 x 8: 64, 16 twice, 4;
+    # 24 thrice; 16 twice and 4, of 2 rows
+    whole, windows = [3, 1, 1], [2, 4, 3, 1]
+    first = windows if "2_5" in kind else whole
+    assert loop == [1] * (sum(first) + sum(whole)) and ours == first + whole
+
+
+def test_a_model_that_sees_has_that_attention(monkeypatch):
+    """A call for each layer, whatever the number of pictures; what is saved does not name it."""
+    model, _ = seeing()
+    calls = attending(monkeypatch)
+    with torch.no_grad():
+        tower_features(model, [ENV.reset(task).picture for task in range(5)])
+    assert calls == [5, 5]
+    assert BY_LENGTH not in json.dumps(model.config.to_dict())
 
 
 # ------------ the engine ------------

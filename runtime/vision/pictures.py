@@ -13,6 +13,8 @@ from runtime.view.terminal import first_line
 import torch
 
 KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
+# a tower of transformers gives its attention all windows at once only where this name has "flash"
+BY_LENGTH = "flash_by_length"
 
 
 def never_sampled(config) -> list[int]:
@@ -80,6 +82,22 @@ def opened(png: bytes):
         return Image.open(io.BytesIO(png)).convert("RGB")
     except (OSError, ValueError) as error:
         sys.exit(f"the world showed {'no' if png else 'an empty'} picture ({error})")
+
+
+def attention_by_length(module, query, key, value, *, scaling, cu_seq_lens_q, **_):
+    """Attention within each window of a vision tower, exact and without padding: windows of one
+    length are a batch of one call. query, key, value: [1, heads, patches, d]; cu_seq_lens_q: where
+    windows begin and end [windows + 1]. Returns [1, patches, heads, d] and no weights."""
+    lengths = cu_seq_lens_q.diff()
+    order = lengths.repeat_interleave(lengths).argsort(stable=True)  # the shortest windows first
+    sizes, counts = lengths.unique(return_counts=True)
+    patches = (sizes * counts).tolist()
+    parts, found = [x[0].transpose(0, 1)[order].split(patches) for x in (query, key, value)], []
+    for length, *part in zip(sizes.tolist(), *parts):
+        batch = [x.unflatten(0, (-1, length)).transpose(1, 2) for x in part]  # [n, heads, l, d]
+        attended = torch.nn.functional.scaled_dot_product_attention(*batch, scale=scaling)
+        found.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(found)[order.argsort()][None], None
 
 
 def tower_features(causal, pngs: list[bytes]) -> dict[bytes, torch.Tensor]:
