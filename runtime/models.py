@@ -141,8 +141,7 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     """The layout of a conversation, in a run with its template_options; or ModelError. Where no
     token ends an answer, the template's mark does; a template with another end is told."""
     if not tokenizer.chat_template:
-        advice = "add one, or take an instruct model"
-        raise ModelError(f"no chat template (chat_template.jinja): {advice}")
+        raise ModelError("no chat template: add chat_template.jinja, or take an instruct model")
     try:
         options = template_options(run, tokenizer) if run else {}
         chat = Chat(tokenizer, stop_ids, processor, options)
