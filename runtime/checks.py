@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from runtime.flags import check_words, flags_of, kinds_of, refuse
 from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
-from runtime.worlds import OURS, asked, began, check_world, modes, needed, opened, require
+from runtime.worlds import OURS, asked, began, check_world, needed, opened
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,18 +22,11 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
     if not hasattr(args.world, "__dict__"):
         sys.exit(f"{type(args.world).__name__}: flags are a dataclass without slots=True")
     flags, kinds = flags_of(args), kinds_of(type(args))
-    require(not modes(), env, "from_args: torch's modes", modes(), "that all are left again")
     for read, was in began.items():  # whatever from_args set
         OURS[read](was)
     run_args, script = args.run_args, Path(sys.argv[0])
     others = {n: v for n, v in flags.items() if n in kinds or not isinstance(v, int | float | str)}
     check_words([f"--{name}={value}" for name, value in others.items()], kinds)  # the defaults
-    types = {int: int, float: int | float, bool: bool, str: str, tuple[str, ...]: list}
-    for name, flag in kinds.items():
-        value = flags.get(name)
-        if not isinstance(value, types.get(flag.kind, object)) and value != "inf":
-            made = f"from_args, or a default, made it {type(value).__name__}"
-            refuse(name, repr(value), f"{made}, not {getattr(flag.kind, '__name__', flag.kind)}")
     text = script.read_text(errors="replace") if script.is_file() else ""
     needed.update(name for name in ("anchor", "game_reward") if f".{name}" in text)
     if flags.get("step_reward", "ground-truth") != "ground-truth":

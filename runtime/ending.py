@@ -1,6 +1,5 @@
 """The end of a run: whatever stops it leaves one line that says what is kept and how to go on."""
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -86,8 +85,6 @@ def stop(run, error: BaseException) -> None:
         sys.exit(processes.rank() or f"{error}{kept}")
     if isinstance(error, SystemExit) and not error.code:
         sys.exit(f"stopped: sys.exit() in a task of the world's{kept}")
-    if isinstance(error, asyncio.CancelledError) or "Event loop stopped" in str(error):
-        sys.exit(f"stopped: the world stopped the event loop, or cancelled tasks not its own{kept}")
     if isinstance(error, FloatingPointError):
         if processes.rank():
             sys.exit(1)

@@ -222,9 +222,6 @@ def kinds_of(args_class) -> dict[str, Flag]:
                 both = f"{owners[name]} and {part.__name__} both have it"
                 sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
             flags[name], owners[name] = flag, part.__name__
-    for name, flag in flags.items():
-        if flag.kind is bool and f"no_{name}" in flags:
-            sys.exit(f"no_{name}: the opposite of --{name.replace('_', '-')} too; rename this flag")
     return flags
 
 
