@@ -67,6 +67,7 @@ class RunArgs:
 
 MOST = 10_000_000  # of what is counted
 LARGE, SMALL = 1e9, 1e-9  # of what is measured
+NAME = 100  # bytes, of a directory or a file
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Text:
         """What is wrong with this text, or nothing."""
         if not text.isprintable():
             return "has characters that are not printable"
-        most, length = 100 if self.component else 4096, len(text.encode())  # bytes
+        most, length = NAME if self.component else 4096, len(text.encode())  # bytes
         if length > most:
             return f"has {length:,} bytes, {most:,} are the most"
         if self.component and (text in (".", "..") or "/" in text or text != text.strip()):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, get_origin
 
-from runtime.flags import Text, check_words, kinds_of, name_of, shown
+from runtime.flags import Text, check_words, kinds_of, shown
 from runtime.saving.files import hash_file, hash_files, to_json
 
 import yaml
@@ -249,7 +249,7 @@ def check_flags(path: Path, sweep: dict, args) -> None:
     fixed = [word for word in fixed[fixed.index(program) + 1 :] if word != "${args}"]
     given = [(f"{path}: command: ", word) for word in fixed] + [("", word) for word in args.more]
     for where, word in given:
-        name = name_of(word).removeprefix("no_")
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_").removeprefix("no_")
         if word.startswith("--") and name in PLACED:
             sys.exit(f"{where}{word}: {placed(name)}")
         if word.startswith("--") and name in parameters:
