@@ -65,7 +65,7 @@ class Args:
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
     estimator: Literal["rloo", "grpo", "reinforce++"] = "rloo"  # Estimator of A^E.
-    alpha: float = 1.0  # Weight alpha of the step advantage A^S (paper: 1).
+    alpha: float = 0.1  # Weight alpha of the step advantage A^S (paper: 1).
     beta: float = 1.0  # Scale beta of the PRM's rewards and loss (paper: 0.05).
     pair_margin: float = 0.0  # The outcomes of a pair differ by more than this (paper: 0).
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).

@@ -58,8 +58,9 @@ UNITS = {
     r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
     # tags, words, numbers
     "sotopia": r"(?:</?[a-z]+>)+| ?[A-Za-z]+|[ $]*[0-9]{1,3}|\s+|[^\s\w]+|.",
-    # tags, names with their number, phrases between them, words
-    "alfworld": r"(?:</?[a-z]+>)+| ?[a-z]+ [0-9]+|(?:[.,] | ?(?=[A-Z]))[A-Za-z]+(?![A-Za-z]| [0-9])"
+    # tags, names without their number, phrases between them, words, numbers
+    "alfworld": r"(?:</?[a-z]+>)+| ?[a-z]+(?= [0-9])"
+    r"|(?:[.,] | ?(?=[A-Z]))[A-Za-z]+(?![A-Za-z]| [0-9])"
     r"(?:[.,]? [A-Za-z]+(?![A-Za-z]| [0-9]))*| ?[A-Za-z]+| ?[0-9]+|\s+|[^\s\w]+|.",
 }
 UNITS["crossings"] = UNITS["sotopia"]
@@ -133,6 +134,8 @@ class Args:
     """Base of a new model's rotary positions: small for short sequences, 10 for pictures."""
     copying_heads: bool = False
     """New heads are initialised to copy the tokens they attend to, so copying is learnt faster."""
+    matching_heads: bool = False
+    """New heads are initialised to attend to tokens that are equal, near ones most."""
     max_steps: int = 15  # Longest episode [steps].
     max_action_tokens: int = 16  # Longest answer [tokens].
     max_context_tokens: int = 1024
@@ -241,7 +244,8 @@ def new_model(tokenizer, args):
 
     --copying-heads ties each head's output projection to its value projection, W_o = W_v^T at the
     start: with tied embeddings this increases the probability of tokens that are attended to, as in
-    mimetic initialisation (arXiv 2305.09828)."""
+    mimetic initialisation (arXiv 2305.09828). --matching-heads gives keys the weights of queries,
+    as there: what is equal attends to itself, and by rotary positions less to what is far away."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -267,6 +271,9 @@ def new_model(tokenizer, args):
         values = values.flatten(0, 1)  # [heads * 32, hidden]
         size = 32 * config.initializer_range**2  # W_v^T W_v is 1 on the diagonal
         attention.o_proj.weight.data = values.T / size
+    for attention in (layer.self_attn for layer in model.model.layers if args.matching_heads):
+        queries = attention.q_proj.weight.data.view(args.kv_heads, -1, 32, args.hidden)
+        attention.k_proj.weight.data = queries[:, 0].flatten(0, 1).clone()
     return model
 
 

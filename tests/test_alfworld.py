@@ -382,6 +382,22 @@ def test_an_expert_with_noise_finds_its_way_back():
     assert won >= 28
 
 
+def test_an_expert_with_noise_1_searches():
+    """It looks at other places, each once, until it has seen the thing; then it wins."""
+    env, looked = AlfWorld(max_steps=120), []
+    for task in env.train_tasks[:18]:
+        episode, commands = env.reset(task), []
+        for response in expert(episode, noise=1.0, rng=random.Random(task)):
+            commands.append(response.split("<action>")[1].removesuffix("</action>"))
+            *_, info = episode.step(response)
+        assert info["success"]
+        first = next(n for n, words in enumerate(commands) if words.startswith(("take ", "use ")))
+        places = [words for words in commands[:first] if words.startswith("go to ")]
+        assert len(places) == len(set(places))
+        looked.append(len(places))
+    assert sum(looked) > 5 * len(looked)  # without noise it goes to one
+
+
 def played(show="new", anchor="state", inadmissible="invalid", **flags):
     args = AlfWorldArgs(show=show, anchor=anchor, inadmissible=inadmissible)
     env = AlfWorld.from_args(SimpleNamespace(world=args, max_steps=flags.get("max_steps", 50)))

@@ -22,7 +22,7 @@ from envs.alfworld import houses
 from envs.alfworld.game import ANYWHERE, NOTHING, WELCOME, Game
 from envs.alfworld.package import DataError
 from envs.alfworld.pddl import ProblemError
-from envs.alfworld.plan import TYPES, Wish, commands, shortest, wish_of
+from envs.alfworld.plan import TYPES, Wish, closed, commands, shortest, wish_of
 from envs.alfworld.released import game_files, read_game
 from envs.response import action_words
 
@@ -340,20 +340,28 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
 
     Every command is on a shortest way to the goal, so without noise they are the walkthrough.
     Where a goal is none of the six types they follow the file's. `noise` is the probability of
-    looking elsewhere instead: of opening what is closed here, else of going anywhere else, drawn
-    from `rng`. The thought stays the same, so that a clone has to look what is there.
+    searching instead, drawn from `rng`: where the way leads to a thing at a place that was not
+    looked at, another such place is looked at first. The thought stays the same, so that a clone
+    has to see whether the thing is there.
     """
     rng = rng or random.Random(0)
-    play, wish = episode.play, episode.house.wish
+    play, wish, game = episode.play, episode.house.wish, episode.house.game
+    seen = set()
     while not episode.done:
+        here = game.at.get(play.place, ())
+        seen |= {r for r in here if not closed(play, r)}
         best = shortest(play, wish) if wish else None
         rest = episode.house.walkthrough[episode.steps : episode.steps + 1]
         thought, words = "go on", rest and rest[0]
         if best:
-            verb, thing, *_ = best[1][0][1]
+            place, (verb, thing, *_) = best[1][0][0], best[1][0][1]
             thought = f"{verb} {episode.name(thing).split()[0]}"
             words = commands(play, best[1])[0]
-        if rng.random() < noise or not words:
-            closed = [words for words in play.local if words.startswith("open ")]
-            words = rng.choice(closed or [w for w in play.admissible if w.startswith("go ")])
+            if verb in ("take", "use") and place not in {*seen, *here} and rng.random() < noise:
+                unseen = [r for r in game.receptacles if r not in seen and r != place]
+                shut = [r for r in here if r in unseen]
+                if shut:
+                    words = f"open {episode.name(shut[0])}"
+                elif unseen:
+                    words = f"go to {episode.name(rng.choice(unseen))}"
         yield f"<think>{thought}</think><action>{words}</action>"
