@@ -14,6 +14,7 @@ from runtime.view.terminal import warn
 from runtime.worlds import OURS, asked, began, check_world, needed, opened
 
 ROOT = Path(__file__).resolve().parent.parent
+KINDS = {int: int, float: int | float, bool: bool, str: str | None, tuple[str, ...]: list}
 
 
 def check(args, env) -> tuple[str, Any, Any, list[int]]:
@@ -27,6 +28,10 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
     run_args, script = args.run_args, Path(sys.argv[0])
     others = {n: v for n, v in flags.items() if n in kinds or not isinstance(v, int | float | str)}
     check_words([f"--{name}={value}" for name, value in others.items()], kinds)  # the defaults
+    for name, value in flags.items():  # as from_args and the defaults have made them
+        kind = kinds[name].kind if name in kinds else object
+        if not isinstance(value, KINDS.get(kind, object)) and value != "inf":
+            refuse(name, repr(value), f"from_args, or a default, made it {type(value).__name__}")
     text = script.read_text(errors="replace") if script.is_file() else ""
     needed.update(name for name in ("anchor", "game_reward") if f".{name}" in text)
     if flags.get("step_reward", "ground-truth") != "ground-truth":

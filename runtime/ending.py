@@ -68,8 +68,12 @@ def ends_cleanly(main):
 def stop(run, error: BaseException) -> None:
     """End the process with what a user has to know; pass on errors that nobody foresaw."""
     path = run.path if run else None
-    if path is None and isinstance(error, KeyboardInterrupt):
-        sys.exit("\nstopped before a run began")
+    kept = how_to_go_on(path) if path else " before a run began"
+    is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(processes.rank() or f"\nstopped{f' by {error}' if str(error) else ''}{kept}")
+    if isinstance(error, RuntimeError) and is_lost and processes.count() > 1:
+        sys.exit(f"\nstopped: another process of this run ended{kept}")
     if path is None:
         names = ("from_args", "__post_init__", "parse")[: 3 if isinstance(error, Exception) else 2]
         for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
@@ -78,9 +82,6 @@ def stop(run, error: BaseException) -> None:
                 at = f"{code.co_filename}, line {line}"
                 sys.exit(f"{code.co_qualname} raised {first_line(error)} ({at})")
         raise error
-    kept = how_to_go_on(path)
-    if isinstance(error, KeyboardInterrupt):
-        sys.exit(processes.rank() or f"\nstopped{f' by {error}' if str(error) else ''}{kept}")
     if isinstance(error, SystemExit) and str(error).startswith("stopped: "):  # in all processes
         sys.exit(processes.rank() or f"{error}{kept}")
     if isinstance(error, SystemExit) and not error.code:
@@ -104,9 +105,6 @@ def stop(run, error: BaseException) -> None:
         sys.exit(f"\nstopped: {shown(error)}{kept}{other}")
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         sys.exit(f"\nstopped: out of memory{kept} (--micro-batch-tokens, --engine-memory: less)")
-    is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
-    if processes.count() > 1 and isinstance(error, RuntimeError) and is_lost:
-        sys.exit(f"\nstopped: another process of this run ended{kept}")
     in_text = any(f"os error {code}" in str(error) for code in FULL)  # of a library in Rust
     if getattr(error, "errno", None) in FULL or in_text:
         sys.exit(f"\nstopped: the disk is full ({error}){kept}, when there is space again")

@@ -648,7 +648,7 @@ def test_what_stops_a_script_before_its_run_began_says_so(tmp_path, monkeypatch)
     module = load(ISTAR)
     monkeypatch.setattr(module, "parse", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
-    assert stopped(ISTAR, "never", cwd=tmp_path) == "stopped before a run began"
+    assert stopped(ISTAR, "never", cwd=tmp_path) == "stopped by SIGTERM before a run began"
     assert signal.getsignal(signal.SIGTERM) == before and not list(tmp_path.iterdir())
 
 

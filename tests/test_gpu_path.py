@@ -261,7 +261,7 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
     for name in ("announce", "summary", "write_page"):
         monkeypatch.setattr(f"runtime.run.report.{name}", lambda run: None)
     monkeypatch.setattr("runtime.run.load_checkpoint", lambda *saved: (0, []))
-    for name in ("export_policy", "write_json"):
+    for name in ("export_policy", "write_json", "check_world"):
         monkeypatch.setattr(f"runtime.run.{name}", lambda *saved: None)
     monkeypatch.setattr(processes, "count", lambda: 2)
     numbers, sampled, shared = [], [], []
@@ -283,7 +283,8 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
         switches = ("eval_only", "gradient_checkpointing", "async_rollout")
         run_args = SimpleNamespace(**dict.fromkeys(switches, False))
         run = Run.__new__(Run)
-        run.args = SimpleNamespace(seed=1, iterations=2, run_args=run_args)
+        run.args = SimpleNamespace(seed=1, iterations=2, tasks_per_iteration=2, run_args=run_args)
+        run.env = None
         run.path, run.starts, run.tokenizer, run.ahead = tmp_path, [{}], None, None
         run.resume(SimpleNamespace(model=None, trained=[]))
         draw()  # the evaluation at the start

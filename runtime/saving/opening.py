@@ -48,6 +48,7 @@ def refuse_other_ranks(run) -> dict[str, str]:
     tasks = run.env.train_tasks
     told["the list of training tasks"] = tasks if isinstance(tasks, range) else [*map(int, tasks)]
     told["the panel"] = [run.eval_tasks, hashes["panel"]]
+    told["the data"] = hash_files(getattr(run.env, "data", None))
     first, *others = processes.gather([told])
     for rank, other in enumerate(others, 1):
         if differ := [name for name in first if other.get(name) != first[name]]:

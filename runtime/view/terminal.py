@@ -23,8 +23,7 @@ def begin(quiet: bool) -> None:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # None after >&-
     if quiet:
         sys.stderr.isatty = lambda: False
-    for name in ("envs", "asyncio"):  # a world's own task that raised
-        logging.getLogger(name).addHandler(HANDLER)
+    logging.getLogger("envs").addHandler(HANDLER)
     sys.excepthook = lambda *e: sys.stderr.write(plain("".join(traceback.format_exception(*e))))
 
 

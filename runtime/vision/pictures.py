@@ -13,8 +13,7 @@ from runtime.view.terminal import first_line
 import torch
 
 KEPT = 2048  # so many pictures' patches, or features of a frozen tower, are kept
-# a tower of transformers gives its attention all windows at once only where this name has "flash"
-BY_LENGTH = "flash_by_length"
+BY_LENGTH = "flash_by_length"  # with "flash" in it a tower gives its attention all windows at once
 
 
 def never_sampled(config) -> list[int]:
