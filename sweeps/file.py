@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -401,18 +402,28 @@ def command_of(sweep: dict, config: dict) -> list[str]:
 
 
 def text_of(sweep: dict) -> str | None:
-    """The hash of the program, of its imports from beside it or from envs/, of its models, and of
-    directories that the flags after -- name (sweep["more"])."""
+    """The hash of the program, of its imports from beside it or from envs/, and of all files and
+    directories that a flag names: in the command, among the parameters' values, after --
+    (sweep["more"]), or as the default of --model."""
     program = (ROOT / sweep["program"]).resolve()  # Python imports from beside a link's target
     if not program.is_file():
         return None
-    named = ends_of(sweep.get("parameters", {}).get("model", {"values": []}))
-    named += [word.partition("=")[2] or word for word in sweep.get("more", ())]
+    named = [value for each in sweep.get("parameters", {}).values() for value in ends_of(each)]
+    with suppress(SystemExit):  # a program that was edited into none: its next run says so
+        flags = flags_of_program(program) or {}
+        named += [flags["model"].default] if "model" in flags else []
+    words = map(str, (*sweep.get("command", ()), *sweep.get("more", ())))
+    named += [word.partition("=")[2] or word for word in words]
     hashes = [files_of(ROOT / name) for name in named if name and isinstance(name, str)]
     return digest(*map(hash_file, imported_by(program)), *filter(None, hashes))
 
 
-files_of = functools.cache(hash_files)  # a model may have many GB, and each job's end asks again
+@functools.cache
+def files_of(path: Path) -> str | None:
+    """The hash of a file or of a directory's files; it is kept, as a model may have many GB and
+    each job's end asks again. None where there is neither."""
+    with suppress(OSError, ValueError):  # a value that is no path
+        return hash_file(path) if path.is_file() else hash_files(path)
 
 
 def imported_by(program: Path) -> list[Path]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from runtime.saving.files import hash_files
 from sweeps import file as sweep_file
 from sweeps import results as sweep_results
 from sweeps import run as runner
@@ -451,18 +450,30 @@ def test_what_a_program_imports_from_a_folder_beside_it_counts(tmp_path):
     assert texts_of(tmp_path, "lib/rooms.py") == 2
 
 
-@pytest.mark.parametrize("how", ["value", "values", "after --", "after -- with ="])
-def test_other_files_of_a_model_are_another_program(how, tmp_path, monkeypatch):
-    (tmp_path / "program.py").write_text("a = 1\n")
+DEFAULT = """from dataclasses import dataclass
+@dataclass
+class Args:
+    model: str = {!r}
+"""
+NAMED = ["value", "values", "after --", "after -- with =", "command", "data", "default"]
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_other_files_that_a_flag_names_are_another_program(how, tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
+    text = DEFAULT.format(str(model)) if how == "default" else "a = 1\n"
+    (tmp_path / "program.py").write_text(text)
     start = {
         "value": {"parameters": {"model": {"value": str(model)}}},
         "values": {"parameters": {"model": {"values": ["none", str(model)]}}},
         "after --": {"more": ["--model", str(model)]},
         "after -- with =": {"more": [f"--model={model}"]},
+        "command": {"command": ["${interpreter}", "${program}", f"--model={model}", "${args}"]},
+        "data": {"parameters": {"data_file": {"value": str(model / "config.json")}}},
+        "default": {},
     }[how]
-    monkeypatch.setattr(sweep_file, "files_of", hash_files)  # it remembers within a process
+    monkeypatch.setattr(sweep_file, "files_of", sweep_file.files_of.__wrapped__)  # it remembers
     assert texts_of(tmp_path, "model/config.json", start) == 2
 
 
