@@ -37,7 +37,7 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
     "policy/pairs": NO_PAIR,
 }
 for name, prefix in {"policy": "", "prm": "prm-steps or --prm-", "critic": "critic-"}.items():
-    flat = f"the {name}'s gradient is 0: outcomes are equal, or --beta or --prm-steps is 0"
+    flat = f"the {name}'s gradient is 0: equal outcomes, certain answers, --beta 0 or --prm-steps 0"
     REASONS[f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
     said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
     REASONS[f"{name}/moved"] = lambda share, row: share < FEW, said
