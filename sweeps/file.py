@@ -412,7 +412,7 @@ def text_of(sweep: dict) -> str | None:
     with suppress(SystemExit):  # a program that was edited into none: its next run says so
         flags = flags_of_program(program) or {}
         named += [flags["model"].default] if "model" in flags else []
-    words = map(str, (*sweep.get("command", ()), *sweep.get("more", ())))
+    words = map(str, (*(sweep.get("command") or ()), *sweep.get("more", ())))
     named += [word.partition("=")[2] or word for word in words]
     hashes = [files_of(ROOT / name) for name in named if name and isinstance(name, str)]
     return digest(*map(hash_file, imported_by(program)), *filter(None, hashes))
