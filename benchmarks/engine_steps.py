@@ -18,8 +18,7 @@ Both play in turn, each first in every second repeat. What is told is the median
 repeats of the ratio of seconds, with the least and the greatest; the ratio of the processor seconds
 of all, which other work on the machine disturbs less; and that of the engine's steps, which nothing
 disturbs. A step costs more the more episodes it samples for: on a CPU with the tiny model 4 ms and
-0.06 ms for each. Of a larger model a step takes nearly the same time for any number of them, so the
-ratio of seconds is closer to that of steps. The result goes to results/NAME.md.
+0.06 ms for each. The result goes to results/NAME.md.
 """
 
 import argparse
