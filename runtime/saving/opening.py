@@ -35,20 +35,20 @@ TOLD = {  # hashes of run.json: what they are of
 
 
 def refuse_other_ranks(run) -> dict[str, str]:
-    """SHA-256 of the model's files, of the panel's prompts and pictures, of script and world; exits
+    """SHA-256 of the model's files, the panel's prompts and pictures, script, world and data; exits
     where another process was started otherwise than the first."""
     hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
     run.sources = sources_of(run.env)
     hashes |= {what: hash_file(Path(file)) for what, file in run.sources.items()}
+    hashes["data"] = hash_files(getattr(run.env, "data", None))
     if processes.count() == 1:
         return hashes
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
     told |= {f"the source of the {what}": hashes[what] for what in run.sources}
-    told["the files of the model"] = hashes["model"]
+    told |= {"the files of the model": hashes["model"], "the data": hashes["data"]}
     tasks = run.env.train_tasks
     told["the list of training tasks"] = tasks if isinstance(tasks, range) else [*map(int, tasks)]
     told["the panel"] = [run.eval_tasks, hashes["panel"]]
-    told["the data"] = hash_files(getattr(run.env, "data", None))
     first, *others = processes.gather([told])
     for rank, other in enumerate(others, 1):
         if differ := [name for name in first if other.get(name) != first[name]]:
@@ -226,7 +226,7 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
             "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
             "memory_gib": round(memory, 1),
         },
-        "hashes": hashes | {"data": hash_files(getattr(env, "data", None))},
+        "hashes": hashes,
     }
 
 
