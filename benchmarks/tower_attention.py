@@ -27,7 +27,7 @@ from throughput import ROOT
 sys.path.insert(0, str(ROOT))
 from runtime.models import read_seeing_model
 from runtime.vision.pictures import BY_LENGTH
-from sweeps.results import student
+from sweeps.results import half_width
 
 import torch
 
@@ -83,13 +83,12 @@ def row_of(case: str, arguments) -> tuple[list, float]:
         for way in WAYS if repeat % 2 else WAYS[::-1]:
             seconds[way].append(tower.one_pass(way)[0])
     ratios = [ours / loop for loop, ours in zip(*seconds.values())]
-    half = student(len(ratios) - 1) * statistics.stdev(ratios) / len(ratios) ** 0.5
 
     (loop, of_loop), (ours, of_ours) = found
     output = (ours - loop).abs().max().item()
     gradient = max(((b - a).norm() / a.norm()).item() for a, b in zip(of_loop, of_ours))
     times = [f"{statistics.median(seconds[way]):.3f}" for way in WAYS]
-    ratio = f"{statistics.mean(ratios):.3f} ± {half:.3f}"
+    ratio = f"{statistics.mean(ratios):.3f} ± {half_width(ratios):.3f}"
     cells = [case, *map("{:,}".format, calls), *times, ratio, f"{output:.0e}", f"{gradient:.0e}"]
     return cells, max(output, gradient)
 

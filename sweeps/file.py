@@ -279,7 +279,7 @@ def check_flags(path: Path, sweep: dict, args) -> None:
 def ends_of(parameter: dict) -> list:
     """The parameter's values, or the ends of what is drawn, as they are drawn."""
     if "min" not in parameter:
-        return [*parameter.get("values", [parameter.get("value")])]
+        return parameter.get("values", [parameter.get("value")])
     kind = int if kind_of(parameter) == "int_uniform" else float
     return [kind(parameter["min"]), kind(parameter["max"])]
 
