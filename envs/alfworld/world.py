@@ -42,7 +42,6 @@ Commands: go to X, open X, close X, take X from Y, move X to Y, use X, heat X wi
 clean X with Y, examine X, look, inventory. X and Y have a name and a number.
 Answer with a short thought and one command: <think>...</think><action>go to desk 1</action>"""
 NO_FORM = "Nothing happens. Write <think>...</think><action>go to desk 1</action> with one command."
-NOT_NOW = "Nothing happens. That cannot be done now."
 
 
 @dataclass
@@ -64,9 +63,9 @@ class AlfWorldArgs:
     """State that groups steps in GiGPO and GraphGPO: the true state of the house, or the engine's
     last answer (as published)."""
 
-    inadmissible: Literal["valid", "invalid"] = "valid"
+    inadmissible: Literal["valid", "invalid"] = "invalid"
     """Whether a command that cannot be executed now is an invalid or a valid action (as published).
-    In both cases nothing happens."""
+    In both cases nothing happens, and the engine says so."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class AlfWorld:
         max_steps=50,
         show="none",
         anchor="state",
-        inadmissible="valid",
+        inadmissible="invalid",
     ):
         if max_steps < 1:
             raise ValueError(f"--max-steps {max_steps}: at least 1")
@@ -311,9 +310,7 @@ class Episode:
             "game_reward": float(success),
             "progress": float(progress),
         }
-        said = self.play.text
-        if not info["valid"]:
-            said = NO_FORM if words is None else NOT_NOW
+        said = NO_FORM if words is None else self.play.text
         return f"{said}{self.listed(not possible)}", float(success), self.done, info
 
     def update(self):
