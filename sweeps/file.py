@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from difflib import get_close_matches
@@ -402,8 +403,8 @@ def command_of(sweep: dict, config: dict) -> list[str]:
 
 
 def text_of(sweep: dict) -> str | None:
-    """The hash of the program, of its imports from beside it or from envs/, and of all files and
-    directories that a flag names: in the command, among the parameters' values, after --
+    """The hash of the program, of what it imports (imported_by), and of all files and directories
+    that a flag names: in the command, among the parameters' values, after --
     (sweep["more"]), or as the default of --model."""
     program = (ROOT / sweep["program"]).resolve()  # Python imports from beside a link's target
     if not program.is_file():
@@ -427,13 +428,15 @@ def files_of(path: Path) -> str | None:
 
 
 def imported_by(program: Path) -> list[Path]:
-    """A program's file and those of its imports, and theirs, that lie beside it, in its folders or
-    in envs/; packages count as a whole. runtime/ does not decide what is learnt."""
-    found, left, home = set(), [program], program.parent
+    """A program's file and those of its imports, and theirs, that lie beside it, in its folders, in
+    this repository or in a directory of PYTHONPATH; a package that is imported by its own name
+    counts as a whole. runtime/ does not decide what is learnt, nor do installed packages count."""
+    found, left = set(), [program]
+    own = filter(is_own, map(Path.absolute, map(Path, sys.path)))
+    places = [*dict.fromkeys((program.parent, ROOT, *own))]
     while left:
         file = left.pop()
-        ours = file.is_relative_to(home) and ROOT / "runtime" not in file.parents
-        inside = ours or ROOT / "envs" in file.parents
+        inside = any(map(file.is_relative_to, places)) and ROOT / "runtime" not in file.parents
         if file in found or not inside or not file.is_file():
             continue
         found.add(file)
@@ -442,17 +445,23 @@ def imported_by(program: Path) -> list[Path]:
             nodes = [*ast.walk(ast.parse(file.read_bytes()))]
         except (SyntaxError, ValueError):  # which the run will tell
             continue
-        names = set()
         for node in nodes:
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        for name in names:
-            for place in (home, ROOT):
-                path = place.joinpath(*name.split("."))
-                left += [path.with_suffix(".py"), path / "__init__.py"]
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            homes, names = places, [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                homes = [*file.parents][node.level - 1 :][:1] if node.level else places
+                module = node.module or ""  # of `from . import rooms`
+                names = [module, *(f"{module}.{name}" for name in names)]
+            for path in (f"{home}/{name.replace('.', '/')}" for home in homes for name in names):
+                left += [Path(f"{path}.py"), Path(path, "__init__.py")]
     return sorted(found)
+
+
+def is_own(place: Path) -> bool:
+    """Whether a directory in which Python looks for modules has no installed packages."""
+    installed = {"site-packages", "dist-packages"} & {*place.parts}
+    return not installed and not place.is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def job_of(sweep: dict, row: int, config: dict, seed: int, more: list[str]) -> Job:

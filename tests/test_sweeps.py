@@ -450,6 +450,45 @@ def test_what_a_program_imports_from_a_folder_beside_it_counts(tmp_path):
     assert texts_of(tmp_path, "lib/rooms.py") == 2
 
 
+IMPORTS = {  # what the program and its modules import: the file that is edited
+    "import rooms": "rooms.py",
+    "from rooms import SIZE": "rooms.py",
+    "from worlds.house.rooms import SIZE": "worlds/house/rooms.py",
+    "from worlds import house": "worlds/house/__init__.py",
+    "import worlds": "worlds/house/doors.py",
+    "from worlds.rooms import SIZE": "worlds/base.py",  # which rooms.py names with a dot
+    "from worlds.house.rooms import A": "worlds/base.py",  # with two
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_what_a_program_imports_from_pythonpath_counts(line, tmp_path, monkeypatch):
+    """Where a user's own world may lie; installed packages do not count."""
+    home, edited = tmp_path / "elsewhere", IMPORTS[line]
+    (home / "worlds/house").mkdir(parents=True)
+    if line == "import worlds":
+        (home / "worlds/__init__.py").write_text("")
+    (home / "worlds/rooms.py").write_text("from .base import SIZE\n")
+    (home / "worlds/house/rooms.py").write_text("from ..base import SIZE as A\n")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/program.py").write_text(f"{line}\n")
+    program = {"program": str(tmp_path / "here/program.py")}
+    monkeypatch.syspath_prepend(home)
+    seen = set()
+    for text in ("a = 1\n", "a = 2\n"):
+        (home / edited).write_text(text)
+        seen.add(sweep_file.text_of(program))
+    assert len(seen) == 2
+    (home / "not_imported.py").write_text("a = 1\n")
+    assert sweep_file.text_of(program) in seen
+    installed = home.rename(tmp_path / "site-packages")
+    monkeypatch.syspath_prepend(installed)
+    (installed / edited).write_text("a = 3\n")
+    seen = {sweep_file.text_of(program)}
+    (installed / edited).write_text("a = 4\n")
+    assert sweep_file.text_of(program) in seen
+
+
 DEFAULT = """from dataclasses import dataclass
 @dataclass
 class Args:
