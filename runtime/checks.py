@@ -20,17 +20,14 @@ KINDS = {int: int, float: int | float, bool: bool, str: str | None, tuple[str, .
 def check(args, env) -> tuple[str, Any, Any, list[int]]:
     """The directory (or hub name) of --model, its configuration, the world that evaluates and its
     panel; exits with one line that names the flag where arguments cannot work."""
-    if not hasattr(args.world, "__dict__"):
-        sys.exit(f"{type(args.world).__name__}: flags are a dataclass without slots=True")
     flags, kinds = flags_of(args), kinds_of(type(args))
     for read, was in began.items():  # whatever from_args set
         OURS[read](was)
     run_args, script = args.run_args, Path(sys.argv[0])
-    others = {n: v for n, v in flags.items() if n in kinds or not isinstance(v, int | float | str)}
-    check_words([f"--{name}={value}" for name, value in others.items()], kinds)  # the defaults
+    check_words([f"--{name}={value}" for name, value in flags.items()], kinds)  # the defaults
     for name, value in flags.items():  # as from_args and the defaults have made them
-        kind = kinds[name].kind if name in kinds else object
-        if not isinstance(value, KINDS.get(kind, object)) and value != "inf":
+        kind = KINDS.get(kinds[name].kind, object)
+        if not isinstance(value, kind) and str(value) != "inf":
             refuse(name, repr(value), f"from_args, or a default, made it {type(value).__name__}")
     text = script.read_text(errors="replace") if script.is_file() else ""
     needed.update(name for name in ("anchor", "game_reward") if f".{name}" in text)

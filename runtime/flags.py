@@ -203,6 +203,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
         kind = hints[each.name].__origin__ if marks else hints[each.name]
         if is_dataclass(kind):
             nested.append(kind)
+            args_class.__annotations__[each.name] = Flat[kind]  # where tyro looks
             continue
         if kind not in (*OWN, bool) and get_origin(kind) is not Literal:
             plain = "int, float, bool, str, Literal or tuple[str, ...]"
@@ -215,7 +216,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
         flags[each.name] = Flag(kind, each.default, values)
         if isinstance(values, Range) and not marks:
             told = Annotated[kind, tyro.conf.arg(metavar=values.metavar)]
-            args_class.__annotations__[each.name] = told  # where tyro looks
+            args_class.__annotations__[each.name] = told
     owners = {each.name: args_class.__name__ for each in fields(args_class)}
     for part in reversed(nested):  # the world's is the last
         for name, flag in kinds_of(part).items():
@@ -272,14 +273,14 @@ def is_flag(word: str, flags: dict[str, Flag]) -> bool:
 
 
 def flags_of(args) -> dict:
-    """All flags by their names, as JSON can say them."""
+    """All flags by their names, as JSON can say them; not what a dataclass has computed of them."""
     flags = {}
-    for name, value in vars(args).items():
+    for name, value in ((each.name, getattr(args, each.name)) for each in fields(args)):
         if is_dataclass(value):
             flags |= flags_of(value)
         else:
             value = list(value) if isinstance(value, tuple) else value
-            flags[name] = "inf" if value == math.inf else value
+            flags[name] = "inf" if isinstance(value, float) and value == math.inf else value
     return flags
 
 

@@ -162,7 +162,7 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
     if differ:
         advice = "give its flags, or name them in --override"
         sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
-    world = {*vars(args.world)}  # these flags, where they are named, let files and tasks be others
+    world = {*flags_of(args.world)}  # where they are named, files and tasks may be others
     bears = {"model": {"model"}, "data": world}
     bears["panel"] = world | {"eval_set", "eval_tasks", "max_steps"}
     for what, words in TOLD.items():

@@ -120,7 +120,7 @@ def test_a_default_is_what_its_flag_may_be(lines, tmp_path):
 
 CLASSES = {
     "@dataclass\nclass Flags:\n    cells: int": "Flags.__init__() missing 1 required positional ",
-    "@dataclass(slots=True)\nclass Flags:\n    cells: int = 3": "Flags: flags are a dataclass ",
+    "class Flags: pass": "--world: the type of a flag is int, float, bool, str, Literal or ",
 }
 
 
@@ -130,10 +130,38 @@ def test_a_dataclass_of_flags_that_cannot_be_read(lines, tmp_path):
     assert CLASSES[lines] in said_in_one_line(done)
 
 
-def test_a_number_that_a_dataclass_of_flags_computes_is_no_flag(tmp_path):
-    lines = "cells: int = 3\ndef __post_init__(self): self.area = self.cells**2"
+COMPUTED = """self.cells**2 math.nan -math.inf None (1,2) {1} {'a':1} [np.int64(1)] np.zeros(3)
+np.float32(0.5) torch.zeros(2) object()""".split()
+
+
+def test_what_a_dataclass_of_flags_computes_is_no_flag(tmp_path):
+    """It may be of any type; the table of flags does not have it, and --resume finds the run."""
+    computes = [f"self.made_{number} = {value}" for number, value in enumerate(COMPUTED)]
+    lines = "\n    ".join(["cells: int = 3\ndef __post_init__(self):", *computes])
     assert run_in(tmp_path, "--cells", "4", flags=lines).returncode == 0
-    assert json.loads((tmp_path / "runs/a/args.json").read_text())["area"] == 16
+    flags = json.loads((tmp_path / "runs/a/args.json").read_text())
+    assert flags["cells"] == 4 and not [name for name in flags if name.startswith("made")]
+    words = ["--cells", "4", "--run-name", "", "--iterations", "2", "--resume"]
+    done = run_there(tmp_path, *words, "auto")
+    assert "goes on with runs/a" in done.stdout and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("decorator", ["@dataclass", "@dataclass(slots=True)"])
+def test_a_dataclass_within_the_worlds_flags_has_flags_too(decorator, tmp_path):
+    rooms = f"from dataclasses import field\n{decorator}\nclass Rooms:\n    size: int = 3"
+    flags = f"{decorator}\nclass Flags:\n    rooms: Rooms = field(default_factory=Rooms)"
+    done = run_in(tmp_path, "--size", "4", more=f"global field, Rooms, Flags\n{rooms}\n{flags}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/a/args.json").read_text())["size"] == 4
+    assert said_in_one_line(run_there(tmp_path, "--size", "x")).startswith("--size x: has to be a")
+
+
+def test_of_a_flag_that_is_given_twice_the_last_one_counts(tmp_path):
+    """With - or with _, as argparse has it: a script's own words, and then another value."""
+    words = "--learning-rate 1 --learning_rate=2e-3 --clip 0.1 --clip 0.3".split()
+    assert run_in(tmp_path, *words).returncode == 0
+    flags = json.loads((tmp_path / "runs/a/args.json").read_text())
+    assert (flags["learning_rate"], flags["clip"]) == (2e-3, 0.3)
 
 
 def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
@@ -320,6 +348,9 @@ CHANGES = {
     "args.run_args.quiet = 'False'": "--quiet 'False': from_args, or a default, made it str",
     "args.max_steps = np.int64(4)": "--max-steps np.int64(4): from_args, or a default, made it int",
     "args.model = 7": "--model 7: from_args, or a default, made it int",
+    "args.model = np.zeros(2)": "--model array([0., 0.]): from_args, or a default, made it ndarray",
+    "args.clip = np.zeros(2)": "--clip [0. 0.]: has to be a number from 1e-09 to",
+    "args.clip = math.nan": "--clip nan: has to be a number from 1e-09 to",
 }
 
 
