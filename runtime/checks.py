@@ -1,12 +1,12 @@
 """What cannot work, refused before anything is loaded: in one line that names the flag."""
 
 import os
+import re
 import sys
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from runtime.flags import check_words, flags_of, kinds_of, refuse
 from runtime.models import ModelError, check_directory
@@ -14,6 +14,7 @@ from runtime.view.terminal import warn
 from runtime.worlds import OURS, asked, began, check_world, needed, opened
 
 ROOT = Path(__file__).resolve().parent.parent
+ADDRESS = re.compile(r"https?://([\w.-]{1,253}|\[[\da-f:.]+\])(:[1-9]\d{0,4})?/*", re.ASCII | re.I)
 KINDS = {int: int, float: int | float, bool: bool, str: str | None, tuple[str, ...]: list}
 
 
@@ -38,7 +39,7 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
     if args.max_action_tokens >= args.max_context_tokens:
         reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
         refuse("max_action_tokens", args.max_action_tokens, reason)
-    if not all(map(is_address, run_args.engine_url)):  # the value may hold a key
+    if not all(map(ADDRESS.fullmatch, run_args.engine_url)):  # the value may hold a key
         refuse("engine_url", "...", "no http address, as http://localhost:8000, without a path")
     if run_args.async_rollout and not run_args.engine_url:
         refuse("async_rollout", True, "it needs --engine-url, servers that sample meanwhile")
@@ -61,16 +62,6 @@ def panel_of(args, env) -> list[int]:
         reason = f"the {given.eval_set} of {env.name} has {len(tasks)}"
         refuse("eval_tasks", given.eval_tasks, reason)
     return [*islice(tasks, given.eval_tasks)]  # not all sequences have slices
-
-
-def is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        parts.hostname.encode("idna")
-        is_http = parts.scheme in ("http", "https") and parts.port != 0 and url.isprintable()
-    except (ValueError, AttributeError):  # a port or an address that is none
-        return False
-    return is_http and not {*" \\@?#"} & {*url} and not parts.path.strip("/")
 
 
 def check_model(args, env, panel: list[int]) -> tuple[str, Any]:

@@ -110,7 +110,7 @@ class Run:
         if not getattr(self.env, "shows_pictures", False):
             return models.read_causal_model(self.model_path, **reading)
         model = models.read_seeing_model(self.model_path, self.args.model, reading)
-        if self.args.world.freeze_vision:
+        if getattr(self.args.world, "freeze_vision", False):
             model.base_model.visual.requires_grad_(False)
         return model
 
@@ -220,11 +220,9 @@ class Run:
             self.row = dict.fromkeys(logged) | self.row  # null where nothing could be learnt
         self.rows.append(self.row)
         if processes.rank() == 0:
-            pictures = {}
-            if getattr(self.env, "shows_pictures", False):
-                most = self.args.world.saved_pictures
-                pictures = report.save_pictures(trajectories, self.path, most)
-                pictures |= report.save_pictures(self.panel, self.path, most // 2)
+            most = getattr(self.args.world, "saved_pictures", 0)
+            pictures = report.save_pictures(trajectories, self.path, most)
+            pictures |= report.save_pictures(self.panel, self.path, most // 2)
             episodes = report.episode_lines(self.row, trajectories, columns, pictures)
             panel = report.episode_lines(self.row, self.panel, {}, pictures)
             append(self.path / "episodes.jsonl", episodes)

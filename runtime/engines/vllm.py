@@ -69,7 +69,7 @@ class VllmEngine(Engine):
         self.adapter, self.adapters = None, itertools.count(1)  # vLLM's request for it; new ids
         if self.takes_adapter:
             settings |= dict(enable_lora=True, max_lora_rank=lora_rank_for(args.policy_lora_rank))
-            if self.image_token is not None and not args.world.freeze_vision:
+            if self.image_token is not None and not getattr(args.world, "freeze_vision", False):
                 settings["enable_tower_connector_lora"] = True
         if self.cuda and processes.count() > 1:  # an engine each, in the process group there is
             settings |= dict(distributed_executor_backend="external_launcher")

@@ -73,11 +73,11 @@ def seen_pictures(t) -> list[bytes]:
 def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
     """Write the pictures of these episodes to runs/NAME/pictures, each once, while there are at
     most so many: {PNG: its path in the run} of those that are there."""
-    (run / "pictures").mkdir(exist_ok=True)
     many, named = len([*run.glob("pictures/*.png")]), {}
-    for png in dict.fromkeys(png for t in trajectories for png in seen_pictures(t)):
+    for png in dict.fromkeys(p for t in trajectories if t.pictures for p in seen_pictures(t)):
         name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
         if not (run / name).exists() and many < most:
+            (run / "pictures").mkdir(exist_ok=True)
             replace_file(run / name, png)
             many += 1
         if (run / name).exists():

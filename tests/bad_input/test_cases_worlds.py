@@ -29,6 +29,7 @@ from runtime.worlds import OURS, Door, WorldFault, check_world
 import pytest
 import torch
 from conftest import load, settings
+from PIL import Image as PNG
 from test_worlds import Chat, Engine
 from tiny_world import module_of, program, run_in, run_there, write
 
