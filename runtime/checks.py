@@ -11,7 +11,7 @@ from typing import Any
 from runtime.flags import check_words, flags_of, kinds_of, refuse
 from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
-from runtime.worlds import OURS, asked, began, check_world, needed, opened
+from runtime.worlds import OURS, asked, began, check_world, needed, opened, require
 
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = re.compile(r"https?://([\w.-]{1,253}|\[[\da-f:.]+\])(:[1-9]\d{0,4})?/*", re.ASCII | re.I)
@@ -36,6 +36,10 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
         needed.discard("game_reward")
     eval_env = check_world(env, args.tasks_per_iteration)
     panel = panel_of(args, eval_env)
+    for world, task in ((env, env.train_tasks[0]), (eval_env, panel[0])):
+        sides = asked(world, "sides_of", None, [task] * 2) if ".sides_of" in text else [task] * 2
+        is_right = isinstance(sides, list) and sides.count(task) == 2
+        require(is_right, world, f"sides_of([{task}, {task}])", sides, "a list that has both")
     if args.max_action_tokens >= args.max_context_tokens:
         reason = f"an answer alone fills --max-context-tokens {args.max_context_tokens}"
         refuse("max_action_tokens", args.max_action_tokens, reason)

@@ -70,16 +70,18 @@ def stop(run, error: BaseException) -> None:
     path = run.path if run else None
     kept = how_to_go_on(path) if path else " before a run began"
     is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+    frames = [*traceback.walk_tb(error.__traceback__)]
     if isinstance(error, KeyboardInterrupt):
         sys.exit(processes.rank() or f"\nstopped{f' by {error}' if str(error) else ''}{kept}")
     if isinstance(error, RuntimeError) and is_lost and processes.count() > 1:
         sys.exit(f"\nstopped: another process of this run ended{kept}")
     if path is None:
         names = ("from_args", "__post_init__", "parse")[: 3 if isinstance(error, Exception) else 2]
-        for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        in_main = frames[-1][0].f_code.co_name == "main" and isinstance(error, Exception)
+        for frame, line in reversed(frames):
             code, is_line = frame.f_code, isinstance(getattr(error, "code", None), str)
-            if code.co_name in names and not is_line:
-                at = f"{code.co_filename}, line {line}"
+            if (code.co_name in names or in_main) and not is_line:
+                at = f"{code.co_filename}, line {line}{'; see envs/README.md' * in_main}"
                 sys.exit(f"{code.co_qualname} raised {first_line(error)} ({at})")
         raise error
     if isinstance(error, SystemExit) and str(error).startswith("stopped: "):  # in all processes
@@ -90,8 +92,7 @@ def stop(run, error: BaseException) -> None:
         if processes.rank():
             sys.exit(1)
         file = path / f"batch-{run.iteration:06d}.json"
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        values = next(frame.f_locals for frame in frames if frame.f_code.co_name == "main").items()
+        values = next(f.f_locals for f, _ in frames if f.f_code.co_name == "main").items()
         lists = {n: v for n, v in values if isinstance(v, list) and v and is_dataclass(v[0])}
         had = {name: [asdict(item) for item in items] for name, items in lists.items()}
         had |= {n: v.tolist() for n, v in values if isinstance(v, torch.Tensor)}

@@ -305,7 +305,7 @@ def opened(env, task) -> Episode:
 
 def asked(env, name: str, default, *given):
     """An attribute of the world, what its method returns, or the default; exits if it raises."""
-    called = f"({', '.join(map(str, given))})" if name in ("together", "summary") else ""
+    called = f"({', '.join(map(str, given))})" if given or name == "summary" else ""
     try:
         with as_before(env, f"{name}{called}: "):
             is_there = inspect.getattr_static(env, name, None) is not None

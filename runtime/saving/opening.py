@@ -1,6 +1,5 @@
 """The start of a run: a new directory, or that of the run which --resume names."""
 
-import hashlib
 import os
 import platform
 import re
@@ -10,6 +9,7 @@ import sys
 import time
 import uuid
 from datetime import datetime
+from hashlib import sha256
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from runtime.flags import flags_of, refuse, shown
 from runtime.saving.checkpoints import DamagedError, kept_in
 from runtime.saving.files import hash_file, hash_files, lock, read_json
 from runtime.view import report, terminal
-from runtime.worlds import opened
+from runtime.worlds import opened, require
 
 import torch
 from tqdm import tqdm
@@ -199,12 +199,17 @@ def sources_of(env) -> dict[str, str]:
 
 
 def hash_of_panel(run) -> str:
-    """SHA-256 of the prompts and pictures of the tasks that evaluate."""
-    panel = []
-    for task in tqdm(dict.fromkeys(run.eval_tasks), "panel", leave=False, disable=None, delay=3):
-        seen = opened(run.eval_env, task).prompt
-        panel.append(seen + (hashlib.sha256(seen.picture).hexdigest() if seen.picture else ""))
-    return hashlib.sha256("\0".join(panel).encode("utf-8", "backslashreplace")).hexdigest()
+    """SHA-256 of the prompts and pictures of the tasks that evaluate. Exits where those that have a
+    number of a training task all begin as it does, also if another env evaluates."""
+    tasks = tqdm(dict.fromkeys(run.eval_tasks), "panel", leave=False, disable=None, delay=3)
+    panel = {task: opened(run.eval_env, task).prompt for task in tasks}
+    both = [task for task in panel if task in run.env.train_tasks]
+    firsts = {task: opened(run.env, task).prompt for task in both}
+    is_other = any((f, f.picture) != (panel[n], panel[n].picture) for n, f in firsts.items())
+    what = "the part of the panel that is in train_tasks, with equal prompts,"
+    require(is_other or not both, run.eval_env, what, both, "none; other tasks have other numbers")
+    seen = [s + (sha256(s.picture).hexdigest() if s.picture else "") for s in panel.values()]
+    return sha256("\0".join(seen).encode("utf-8", "backslashreplace")).hexdigest()
 
 
 def provenance(args, env, hashes: dict[str, str]) -> dict:

@@ -292,6 +292,101 @@ def test_a_world_that_evaluates_is_one_also_where_it_is_empty(tmp_path):
     assert check_world(world) is world.eval_env
 
 
+OTHER = """global other
+def other(self):
+    own = World.__new__(World)
+    own.begun, own.name, own.eval_env, own.train_tasks = 0, 'judge', None, []
+    own.eval_tasks = range({})
+    return own
+World.__init__ = lambda self: vars(self).update(begun=0, eval_env=other(self))"""
+
+
+@pytest.mark.parametrize(
+    "tasks, begin, is_refused",
+    [
+        ("100, 150", "", True),
+        ("99, 150", "", True),  # one of two
+        ("100, 150", "if world.name == 'judge': self.prompt += ' faster'", False),
+        ("100, 150", "if world.name == 'judge' and task == 101: self.prompt += ' faster'", False),
+        ("300, 350", "", False),
+    ],
+)
+def test_a_panel_of_another_env_with_tasks_of_training(tasks, begin, is_refused, tmp_path):
+    """Where all that have their numbers begin as they do; else they are tasks of its own."""
+    done = run_in(tmp_path, more=OTHER.format(tasks), begin=begin)
+    if is_refused:
+        said = said_in_one_line(done)
+        assert said.startswith("judge: the part of the panel that is in train_tasks, with equal")
+        assert "list [100" in said and said.endswith("none; other tasks have other numbers")
+    assert done.returncode == is_refused, done.stderr
+
+
+CONVERSATION = """async def opening(self): return self.prompt
+async def leave(self): return 0.0, False, 0.0
+at_once = step
+async def waits(self, text): return self.at_once(text)
+step = waits"""
+BOTH = "expected a list that has both"
+SIDES = {  # the world's sides_of: what is said
+    "": f"is NoneType None, {BOTH}",
+    "def sides_of(self, tasks): return None": f"is NoneType None, {BOTH}",
+    "def sides_of(self, tasks): return {*tasks}": f"is set {{100}}, {BOTH}",  # groups of one
+    "def sides_of(self, tasks): return [*{*tasks}]": f"is list [100], {BOTH}",
+    "def sides_of(self, tasks): return (t for t in tasks)": "is generator <generator object",
+    "def sides_of(self, tasks): return [t ^ 1 for t in tasks]": f"is list [101, 101], {BOTH}",
+    "async def sides_of(self, tasks): return tasks": "is coroutine <coroutine object",
+    "def sides_of(self, tasks): raise KeyError('side')": "raised KeyError: 'side'",
+    "sides_of = [100]": "raised TypeError: 'list' object is not callable",
+}
+
+
+@pytest.mark.parametrize("line", SIDES)
+def test_the_sides_of_a_conversation_are_a_list(line, tmp_path, recwarn):
+    said = said_in_one_line(run_in(tmp_path, script="rloo_sotopia", world=line, more=CONVERSATION))
+    assert said.startswith(f"tiny world: sides_of([100, 100]) {SIDES[line]}"), said
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
+
+
+def test_a_conversation_with_both_sides_is_played(tmp_path):
+    sides = "def sides_of(self, tasks): return sorted(s for t in tasks for s in (t, t ^ 1))"
+    sides += "\ntrain_tasks, eval_tasks = range(100, 200, 2), range(0, 50, 2)"
+    done = run_in(tmp_path, script="rloo_sotopia", world=sides, more=CONVERSATION)
+    assert done.returncode == 0, done.stderr
+    assert len(rows_of(tmp_path / "runs/a/episodes.jsonl")) == 2 * 2 * 2
+
+
+LACKS = {  # the line of the world: what is said of from_args
+    "def from_args(cls, args): return cls()": "TypeError: Episode.from_args() missing 1 required",
+    "@classmethod\ndef from_args(args): return 1": "TypeError: Episode.from_args() takes 1 posit",
+    "from_args = None": "TypeError: 'NoneType' object is not callable",
+}
+
+
+@pytest.mark.parametrize("line", LACKS)
+def test_what_a_script_asks_of_a_world_before_the_run_begins(line, tmp_path):
+    said = said_in_one_line(run_in(tmp_path, more=f"{line}\nWorld.from_args = from_args"))
+    assert said.startswith(f"main raised {LACKS[line]}"), said
+    assert re.search(r"mine\.py, line \d+; see envs/README\.md\)$", said)
+
+
+def test_a_script_of_a_world_with_other_flags(tmp_path):
+    """PRIME asks for --outcome; the line names what is missing, and the line that asks."""
+    said = said_in_one_line(run_in(tmp_path, script="prime_webshop"))
+    assert said.startswith(
+        "main raised AttributeError: 'Flags' object has no attribute 'outcome' ("
+    )
+    assert re.search(r"mine\.py, line \d+; see envs/README\.md\)$", said)
+
+
+def test_a_world_of_pictures_needs_no_flags_of_its_own(tmp_path):
+    picture = PNG.new("RGB", (32, 32))
+    picture.save(tmp_path / "a.png")
+    lines = {"world": "shows_pictures = True", "begin": "self.picture = open('a.png', 'rb').read()"}
+    done = run_in(tmp_path, script="rloo_visual_sokoban", **lines)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs/a/pictures").exists()
+
+
 FROM_ARGS = """@classmethod
 def from_args(cls, args):
     {}
