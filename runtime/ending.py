@@ -36,6 +36,7 @@ def ends_cleanly(main):
     def guarded():
         current.clear()
         began.update({read: read() for read in OURS})
+        began.update({torch.get_default_dtype: torch.float32, torch.is_grad_enabled: True})
         signal.signal(signal.SIGTERM, terminated)
         try:
             main()
@@ -69,8 +70,8 @@ def stop(run, error: BaseException) -> None:
     """End the process with what a user has to know; pass on errors that nobody foresaw."""
     path = run.path if run else None
     kept = how_to_go_on(path) if path else " before a run began"
-    is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
     frames = [*traceback.walk_tb(error.__traceback__)]
+    is_lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
     if isinstance(error, KeyboardInterrupt):
         sys.exit(processes.rank() or f"\nstopped{f' by {error}' if str(error) else ''}{kept}")
     if isinstance(error, RuntimeError) and is_lost and processes.count() > 1:

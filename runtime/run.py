@@ -62,7 +62,6 @@ class Run:
         trust, dtype = args.run_args.trust_remote_code, getattr(torch, args.run_args.dtype)
         self.reading = {"use_safetensors": True, "trust_remote_code": trust, "dtype": dtype}
         torch.manual_seed(args.seed)
-        torch.set_default_dtype(torch.float32)  # whatever the world's module has set
 
     def load_policy(self, lora=None):
         """(model, engine, chat): the policy, with an adapter if there is a peft LoraConfig."""

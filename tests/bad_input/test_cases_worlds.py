@@ -431,6 +431,15 @@ def test_what_a_world_sets_as_it_is_made_is_not_the_runs(line, tmp_path):
     assert row["policy/moved"] > 0.9
 
 
+@pytest.mark.parametrize("line", SET[:3])
+def test_what_a_worlds_module_sets_as_it_is_imported_is_not_the_runs(line, tmp_path):
+    done = run_in(tmp_path, "--group-size", "4", more=line, step="reward = 0.5 * (self.first % 2)")
+    assert done.returncode == 0 and torch.is_grad_enabled(), done.stderr
+    assert torch.get_default_dtype() == torch.float32
+    *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert row["policy/moved"] > 0.9
+
+
 MADE = {  # a default, or what from_args sets: how the line begins
     "is_open: bool = 'False'": "--is-open 'False': from_args, or a default, made it str",
     "cells: int = '5'": "--cells '5': from_args, or a default, made it str",
