@@ -249,9 +249,9 @@ def require(is_right: bool, env, what: str, found, expected: str) -> None:
 
 
 def number_of(found) -> float | None:
-    """A number of Python, numpy or torch as a float; None where it is none, or not finite."""
+    """A number of Python, numpy or torch as a float; None if it is none, masked or not finite."""
     try:
-        found = found.item() if hasattr(found, "item") else found
+        found = found.item() if hasattr(found, "item") and not getattr(found, "mask", 0) else found
         return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
     except (Exception, SystemExit):  # of more than one number, or of a class of the world's
         return None
