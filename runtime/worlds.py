@@ -81,8 +81,8 @@ class Door:
             own = self.env.reset(task)
             shared = own is self.env or id(own) in self.begun
             has_state = getattr(own, "__dict__", None) or hasattr(own, "__slots__")
-            wanted = "an object of the episode's own: all are played side by side"
-            self.require(not (shared and has_state), "reset", own, wanted)
+            is_own = not (shared and has_state) and not inspect.iscoroutine(own)
+            self.require(is_own, "reset", own, "an object of its own: all are played side by side")
             self.begun[id(own)] = own
             self.episode = Episode(self, own)
         return self.episode
@@ -220,8 +220,6 @@ class Told:
         return (yield from self.episode.door.waited(self.result, self.episode.checked))
 
     def __iter__(self):
-        if self.waits and hasattr(self.result, "close"):
-            self.result.close()  # else Python warns of it as well
         wanted = "a tuple; `await episode.step(text)` in play takes a step that waits"
         self.episode.door.require(not self.waits, "step", self.result, wanted)
         return iter(self.result)
@@ -244,6 +242,8 @@ def require(is_right: bool, env, what: str, found, expected: str) -> None:
         told = f"{getattr(env, 'name', type(env).__name__)}: {what} is {type(found).__name__}"
         with suppress(Exception, SystemExit):  # a number of 5,000 figures
             told = f"{told} {SHORT.repr(found)}"
+        if inspect.iscoroutine(found):
+            found.close()  # else Python warns of it as well
         told = " ".join(told.split())[:300]  # an array's has many lines
         raise Refused(plain(f"{told}, expected {expected}"))
 

@@ -499,6 +499,8 @@ BEGIN = {  # (the lines of the world): what is named
     ("reset", "raise StopIteration"): "task 0: the world raised StopIteration",
     ("reset", "raise asyncio.CancelledError"): "task 0: the world raised CancelledError",
     ("reset", "return None"): "has no attribute 'prompt'",
+    ("reset", "async def own(): 1\nreturn own()"): "reset is coroutine <coroutine object",
+    ("begin", "async def own(): 1\nself.prompt = own()"): "prompt is coroutine <coroutine object",
     ("reset", "return {'prompt': 'go'}"): "has no attribute 'prompt'",
     ("reset", "self.prompt = 'go'; return self"): "task 0: reset is World <tiny.World",
     ("begin", "del self.prompt"): "has no attribute 'prompt'",
@@ -525,9 +527,10 @@ BEGIN = {  # (the lines of the world): what is named
 
 
 @pytest.mark.parametrize("where, line", BEGIN)
-def test_the_panels_prompts_are_read_in_one_line(where, line, tmp_path):
+def test_the_panels_prompts_are_read_in_one_line(where, line, tmp_path, recwarn):
     said = said_in_one_line(run_in(tmp_path, **{where: line}))
     assert said.startswith("tiny world: task ") and BEGIN[where, line] in said, said
+    assert not [w for w in recwarn if "never awaited" in str(w.message)]
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]
 
 
@@ -539,7 +542,7 @@ def test_episodes_that_share_an_object_are_refused(tmp_path):
     kept = "self.kept = getattr(self, 'kept', None) or Episode(self, task)\nreturn self.kept"
     said = line_of(played, world_with(tmp_path, reset=kept), [120, 121], stage())
     assert said.startswith("tiny world: task 121: reset is Episode <tiny.Episode object at ")
-    assert said.endswith(", expected an object of the episode's own: all are played side by side")
+    assert said.endswith(", expected an object of its own: all are played side by side")
 
 
 def test_episodes_of_a_task_begin_in_equal_states(tmp_path):
