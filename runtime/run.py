@@ -214,6 +214,9 @@ class Run:
             self.row["engine/restarts"] = self.engine.restarts
             for network, weights in zip(self.networks, self.weights):
                 self.row[f"{network.name}/moved"] = stuck.moved(network, weights)
+            if "advantage" in columns:  # where 0, --invalid-penalty alone trains the policy
+                valid = torch.tensor([step.valid for t in trajectories for step in t.steps])
+                self.row["policy/credit"] = columns["advantage"][valid].abs().mean().item()
             kinds = {name.partition("/")[0] for name in self.row}
             logged = [name for name in LOGGED.split() if name.partition("/")[0] in kinds]
             self.row = dict.fromkeys(logged) | self.row  # null where nothing could be learnt

@@ -29,9 +29,9 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
         "format, which warm_start.py teaches, or --max-action-tokens is too small for it",
     ),
     "train/dead_groups": (  # a critic, or a reward of steps, may teach all the same
-        lambda share, row: share == 1 and not row.get("policy/grad_norm"),
-        "all episodes of every group had the same outcome, which teaches nothing: a higher "
-        "--temperature, a larger --group-size or easier tasks",
+        lambda share, row: share == 1 and not row.get("policy/credit", row.get("policy/grad_norm")),
+        "all episodes of every group had the same outcome, which teaches no more than the format "
+        "of answers: a higher --temperature, a larger --group-size or easier tasks",
     ),
     "prm/pairs": NO_PAIR,
     "policy/pairs": NO_PAIR,

@@ -629,12 +629,12 @@ STEPS = {  # the line in step(): (the field that is named, what is expected)
     "reward = -(10**12)": ("reward is int -1000000000000", NUMBER),
     "reward = 1 + 2j": ("reward is complex (1+2j)", NUMBER),
     "reward = [1.0]": ("reward is list [1.0]", NUMBER),
-    "reward = np.zeros((2, 2))": ("reward is ndarray", NUMBER),
-    "reward = {'a': 1.0}": ("reward is dict", NUMBER),
-    "import decimal; reward = decimal.Decimal('NaN')": ("reward is Decimal", NUMBER),
     "reward = np.ma.masked": ("reward is MaskedConstant masked", NUMBER),
     "reward = np.ma.array([0.5], mask=[True])": ("reward is MaskedArray", NUMBER),
     "done = np.ma.masked": ("done is MaskedConstant masked", TRUTH),
+    "reward = np.zeros((2, 2))": ("reward is ndarray", NUMBER),
+    "reward = {'a': 1.0}": ("reward is dict", NUMBER),
+    "import decimal; reward = decimal.Decimal('NaN')": ("reward is Decimal", NUMBER),
     "reward = np.datetime64('2020')": ("reward is datetime64", NUMBER),
     "reward = lambda: 1.0": ("reward is function", NUMBER),
     f"{BROKEN}reward = Broken()": ("reward is Broken <Broken instance at", NUMBER),
@@ -839,10 +839,10 @@ GOOD = {  # the line in step(): what the two steps of the episode have then
     "reward = np.float32(0.25)": {"outcome": 0.5},
     "reward = torch.tensor([0.25])": {"outcome": 0.5},
     "reward = np.array([[0.25]])": {"outcome": 0.5},
+    "reward = np.ma.array([0.25], mask=[False])": {"outcome": 0.5},
     "reward = True": {"outcome": 2.0},
     "reward = -1": {"outcome": -2.0},
     "reward, done = 0, np.bool_(done)": {"outcome": 0.0, "success": True},
-    "reward = np.ma.array([0.25], mask=[False])": {"outcome": 0.5},
     "done = torch.tensor(done)": {"success": True},
     "done = int(done)": {"success": True},
     "info['success'] = np.float64(done)": {"success": True},
@@ -1104,8 +1104,10 @@ def test_the_first_reason_is_told_and_not_what_follows_from_it(capsys):
 def test_a_critic_or_a_reward_of_steps_teaches_where_all_outcomes_are_equal(capsys):
     row = MOVES | {"train/dead_groups": 1.0}
     assert told_of([row] * 4, capsys) == []
-    (line,) = told_of([row | {"policy/grad_norm": 0.0}] * 4, capsys)
-    assert "--temperature" in line
+    assert told_of([row | {"policy/credit": 1e-9}] * 4, capsys) == []
+    for nothing in ({"policy/grad_norm": 0.0}, {"policy/credit": 0.0}):  # or the penalty alone
+        (line,) = told_of([row | nothing] * 4, capsys)
+        assert "--temperature" in line
 
 
 CUT = {  # (tokens of the answer, whether it is cut) where 3 are the most and 2 ends a turn
@@ -1129,12 +1131,14 @@ def test_an_answer_is_cut(ids, cut):
 
 LONG = "observation = 'a word ' * 40\ndone = False"
 VARIED = "reward = 0.5 * (self.first % 2)"
+INVALID = "reward, info['valid'] = 0.0, self.first % 2"
 RUNS = {  # words: (the world's step, the script, pieces of the warning)
     "--temperature 0.01": (
         "reward = 0.5 * ('push' in text)",
         "rloo_sokoban",
         "(train/dead_groups 1)",
     ),
+    "--temperature 1": (INVALID, "rloo_sokoban", "(train/dead_groups 1)"),
     "--pair-margin 1.5": (VARIED, "istar_webshop", "(prm/pairs 0)"),
     "--max-action-tokens 3": (VARIED, "rloo_sokoban", "(train/cut 1)"),
     "--pair-margin 1.25": (VARIED, "dpo_webshop", "(policy/pairs 0)"),
@@ -1162,7 +1166,8 @@ def test_a_run_that_cannot_learn_says_so_in_one_line(words, tmp_path):
 
 @pytest.mark.parametrize("words", [(), ("--policy-lora-rank", "4", "--learning-rate", "1e-6")])
 def test_a_run_that_learns_says_nothing(words, tmp_path):
-    done = run_in(tmp_path, "--iterations", "4", *words, step=VARIED)
+    step = f"{VARIED}\ninfo['valid'] = reward > 0"
+    done = run_in(tmp_path, "--iterations", "4", *words, step=step)
     assert done.returncode == 0 and "warning" not in done.stdout
     *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
     assert row["policy/moved"] > 0.9
