@@ -337,13 +337,14 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
 
     Every command is on a shortest way to the goal, so without noise they are the walkthrough.
     Where a goal is none of the six types they follow the file's. `noise` is the probability of
-    searching instead, drawn from `rng`: where the way leads to a thing at a place that was not
-    looked at, another such place is looked at first. The thought stays the same, so that a clone
-    has to see whether the thing is there.
+    searching instead, drawn from `rng`: where the way leads to a thing that was not seen yet, the
+    next place is looked at that was not looked at before, in the order in which the room lists
+    them, but of another kind than this one. With noise 1 a thing is found without knowing where it
+    is. The thought stays the same, so that a clone has to see whether the thing is there.
     """
     rng = rng or random.Random(0)
     play, wish, game = episode.play, episode.house.wish, episode.house.game
-    seen = set()
+    kind, seen = {r: episode.name(r).split()[0] for r in game.receptacles}, set()
     while not episode.done:
         here = game.at.get(play.place, ())
         seen |= {r for r in here if not closed(play, r)}
@@ -355,10 +356,12 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
             thought = f"{verb} {episode.name(thing).split()[0]}"
             words = commands(play, best[1])[0]
             if verb in ("take", "use") and place not in {*seen, *here} and rng.random() < noise:
-                unseen = [r for r in game.receptacles if r not in seen and r != place]
-                shut = [r for r in here if r in unseen]
+                shut = [r for r in here if r not in seen]
+                listed = [*game.receptacles]
+                after = listed.index(here[0]) + 1 if here else 0
+                unseen = [r for r in listed[after:] + listed[:after] if r not in seen]
+                other = [r for r in unseen if not here or kind[r] != kind[here[0]]]
+                words = f"go to {episode.name((other or unseen)[0])}"
                 if shut:
                     words = f"open {episode.name(shut[0])}"
-                elif unseen:
-                    words = f"go to {episode.name(rng.choice(unseen))}"
         yield f"<think>{thought}</think><action>{words}</action>"
