@@ -336,11 +336,12 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
     """Yield the responses of somebody who knows where all is; they end with the episode.
 
     Every command is on a shortest way to the goal, so without noise they are the walkthrough.
-    Where a goal is none of the six types they follow the file's. `noise` is the probability of
-    searching instead, drawn from `rng`: where the way leads to a thing that was not seen yet, the
-    next place is looked at that was not looked at before, in the order in which the room lists
-    them, but of another kind than this one. With noise 1 a thing is found without knowing where it
-    is. The thought stays the same, so that a clone has to see whether the thing is there.
+    Where a goal is none of the six types they follow the file's. `noise` is the probability of a
+    worse command, drawn from `rng`: half of these are `look`. The others search for a thing that
+    was not seen yet: they look at the next place that was not looked at before, in the order in
+    which the room lists them, but of another kind than this one. With noise 1 things are thus
+    found without knowing where they are. The thought stays the same, so that a clone has to see
+    whether the thing is there.
     """
     rng = rng or random.Random(0)
     play, wish, game = episode.play, episode.house.wish, episode.house.game
@@ -355,13 +356,16 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
             place, (verb, thing, *_) = best[1][0][0], best[1][0][1]
             thought = f"{verb} {episode.name(thing).split()[0]}"
             words = commands(play, best[1])[0]
-            if verb in ("take", "use") and place not in {*seen, *here} and rng.random() < noise:
-                shut = [r for r in here if r not in seen]
-                listed = [*game.receptacles]
-                after = listed.index(here[0]) + 1 if here else 0
-                unseen = [r for r in listed[after:] + listed[:after] if r not in seen]
-                other = [r for r in unseen if not here or kind[r] != kind[here[0]]]
-                words = f"go to {episode.name((other or unseen)[0])}"
-                if shut:
-                    words = f"open {episode.name(shut[0])}"
+            if rng.random() < noise:
+                if rng.random() < 0.5:
+                    words = "look"
+                elif verb in ("take", "use") and place not in {*seen, *here}:
+                    shut = [r for r in here if r not in seen]
+                    listed = [*game.receptacles]
+                    after = listed.index(here[0]) + 1 if here else 0
+                    unseen = [r for r in listed[after:] + listed[:after] if r not in seen]
+                    other = [r for r in unseen if not here or kind[r] != kind[here[0]]]
+                    words = f"go to {episode.name((other or unseen)[0])}"
+                    if shut:
+                        words = f"open {episode.name(shut[0])}"
         yield f"<think>{thought}</think><action>{words}</action>"
