@@ -53,7 +53,7 @@ class Args:
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; larger gradients are scaled down to it.
     clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
-    invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
+    invalid_penalty: float = 0.02  # Subtracted from A at a step whose answer is invalid.
     engine_cap: float = 2.0  # Cap on A's weight, pi_old by the trainer / pi_old by the engine.
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
