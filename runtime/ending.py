@@ -45,6 +45,8 @@ def ends_cleanly(main):
                 signal.signal(number, lambda *_: os._exit(1))  # it is ending already
             with contextlib.suppress(Exception):  # of two errors the first is told
                 finish_saving()
+                if not current and "MASTER_ADDR" in os.environ and isinstance(error, SystemExit):
+                    processes.tell_refusal(f"was refused: {error}")
             try:
                 stop(current[0] if current else None, error)
             except SystemExit as end:

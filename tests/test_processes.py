@@ -310,8 +310,8 @@ def test_a_process_with_another_flag_is_refused_by_all(flag, monkeypatch, tmp_pa
     [
         "the panel",
         "the list of training tasks",
-        "the files of the model",
-        "the source of the world",
+        "the model",
+        "the world",
     ],
 )
 def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch, tmp_path):
@@ -331,7 +331,7 @@ def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch, tmp_p
         env.reset = lambda task: SimpleNamespace(prompt="another")
     elif what == "the list of training tasks":
         env.train_tasks = [*env.train_tasks][::-1]
-    elif what == "the files of the model":
+    elif what == "the model":
         weights = (model / "model.safetensors").read_bytes()
         (model / "model.safetensors").write_bytes(weights[:-1] + b"\0")
     else:
@@ -340,6 +340,21 @@ def test_a_process_with_other_files_or_tasks_is_refused(what, monkeypatch, tmp_p
     monkeypatch.setattr(processes, "gather", lambda own: [*told, *own])
     with pytest.raises(SystemExit, match=f"process 1 .* process 0: {what} is another"):
         opening.refuse_other_ranks(run)
+
+
+def test_a_process_that_is_refused_tells_the_others(tmp_path):
+    """On another machine nobody else would: without a launcher that ends all, as between two."""
+    home = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo")
+    home |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), OMP_NUM_THREADS="1")
+    line, each = "--learning-rate 7: ", []
+    for rank in ("0", "1"):
+        command = [sys.executable, ROOT / "rloo_sokoban.py", *NUMBER, "2", "--engine", "hf"]
+        command += ["--learning-rate", "7"] if rank == "1" else []
+        options = dict(env=os.environ | home | {"RANK": rank}, cwd=tmp_path, text=True)
+        each.append(subprocess.Popen(command, stderr=subprocess.PIPE, **options))
+    first, second = (process.communicate(timeout=100)[1] for process in each)
+    assert [process.returncode for process in each] == [1, 1]
+    assert f"process 1 was refused: {line}" in first and second.startswith(line)
 
 
 @pytest.mark.parametrize("number, started", [(1, 2), (3, 2), (2, 1), (2, None)])

@@ -68,6 +68,12 @@ def keep_freed_memory() -> None:
         mallopt(-3, 2**30)  # M_MMAP_THRESHOLD [bytes]
 
 
+def tell_refusal(line: str) -> None:
+    """Connect to the others, who would wait for this process, and tell them why it ends."""
+    PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(minutes=2))
+    gather([{"refused": line}])
+
+
 def count() -> int:
     return PartialState().num_processes
 
@@ -87,8 +93,7 @@ def end() -> None:
         return
     wait()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
     os._exit(0)
 
 

