@@ -575,7 +575,8 @@ def test_what_is_recorded_is_json_whatever_the_model_writes(run):
     recording = runtime.run.Run.__new__(runtime.run.Run)
     recording.path, recording.board, recording.rows = run, Board(), []
     recording.iteration, recording.panel, recording.networks = 0, [], []
-    recording.begun, recording.env, recording.args = (0.0, 0), None, Namespace(iterations=1)
+    recording.begun, recording.env = (0.0, 0), None
+    recording.args = Namespace(iterations=1, world=None)
     recording.row = {"iteration": 0, "time/elapsed": 0.0, "eval/success": 0.0}
     recording.row |= {"eval/return": math.nan, "policy/loss": math.inf}
     recording.save([episode], advantage=torch.tensor([math.nan]))

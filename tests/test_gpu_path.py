@@ -3,6 +3,7 @@ that keeps to what vLLM 0.32 asks of its caller and raises where it would."""
 
 import sys
 import weakref
+from dataclasses import make_dataclass
 from types import ModuleType, SimpleNamespace
 
 import runtime.models
@@ -283,7 +284,8 @@ def test_processes_have_seeds_of_their_own(monkeypatch, tmp_path):
         switches = ("eval_only", "gradient_checkpointing", "async_rollout")
         run_args = SimpleNamespace(**dict.fromkeys(switches, False))
         run = Run.__new__(Run)
-        run.args = SimpleNamespace(seed=1, iterations=2, tasks_per_iteration=2, run_args=run_args)
+        given = dict(seed=1, iterations=2, tasks_per_iteration=2, run_args=run_args)
+        run.args = make_dataclass("Args", given)(**given)
         run.env = None
         run.path, run.starts, run.tokenizer, run.ahead = tmp_path, [{}], None, None
         run.resume(SimpleNamespace(model=None, trained=[]))
