@@ -169,9 +169,9 @@ class Measuring:
             is_action = micro.is_action[:, 1:]
             with torch.no_grad():
                 causal = plain(self.policy.activate())
-                hidden = self.policy.hidden(micro.ids.to(causal.device))[:, :-1].cpu()[is_action]
-                head = causal.get_output_embeddings()
-                logits = head(hidden.to(causal.device)).cpu() / args.temperature
+                hidden = self.policy.hidden(micro.ids.to(causal.device))[:, :-1]
+                hidden = hidden[is_action.to(causal.device)]
+                logits = causal.get_output_embeddings()(hidden).cpu() / args.temperature
             targets, steps = micro.ids[:, 1:][is_action], batch.token_step[micro.tokens]
             chance = logits.softmax(-1)[:, way_ids]  # [k, 4]
             gives_way = torch.isin(targets, way_ids)
