@@ -345,7 +345,7 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
     """
     rng = rng or random.Random(0)
     play, wish, game = episode.play, episode.house.wish, episode.house.game
-    kind, seen = {r: episode.name(r).split()[0] for r in game.receptacles}, set()
+    seen = set()
     while not episode.done:
         here = game.at.get(play.place, ())
         seen |= {r for r in here if not closed(play, r)}
@@ -356,16 +356,22 @@ def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = Non
             place, (verb, thing, *_) = best[1][0][0], best[1][0][1]
             thought = f"{verb} {episode.name(thing).split()[0]}"
             words = commands(play, best[1])[0]
-            if rng.random() < noise:
-                if rng.random() < 0.5:
-                    words = "look"
-                elif verb in ("take", "use") and place not in {*seen, *here}:
-                    shut = [r for r in here if r not in seen]
-                    listed = [*game.receptacles]
-                    after = listed.index(here[0]) + 1 if here else 0
-                    unseen = [r for r in listed[after:] + listed[:after] if r not in seen]
-                    other = [r for r in unseen if not here or kind[r] != kind[here[0]]]
-                    words = f"go to {episode.name((other or unseen)[0])}"
-                    if shut:
-                        words = f"open {episode.name(shut[0])}"
+            is_worse = rng.random() < noise
+            if is_worse and rng.random() < 0.5:
+                words = "look"
+            elif is_worse and verb in ("take", "use") and place not in {*seen, *here}:
+                words = search(episode, here, seen)
         yield f"<think>{thought}</think><action>{words}</action>"
+
+
+def search(episode: Episode, here, seen: set) -> str:
+    """The command that looks at a place which is not among those seen: here if it is shut, else at
+    the next one in the room's list that is of another kind."""
+    if shut := [place for place in here if place not in seen]:
+        return f"open {episode.name(shut[0])}"
+    listed = [*episode.play.game.receptacles]
+    kind = {place: episode.name(place).split()[0] for place in listed}
+    after = listed.index(here[0]) + 1 if here else 0
+    unseen = [place for place in listed[after:] + listed[:after] if place not in seen]
+    other = [place for place in unseen if not here or kind[place] != kind[here[0]]]
+    return f"go to {episode.name((other or unseen)[0])}"
