@@ -192,11 +192,11 @@ def sources_of(env) -> dict[str, str]:
 
 
 def hash_of_panel(run) -> str:
-    """SHA-256 of the prompts and pictures of the tasks that evaluate. Exits where those that have a
-    number of a training task all begin as it does, also if another env evaluates."""
+    """SHA-256 of the prompts and pictures of the tasks that evaluate. Exits where another world
+    evaluates, and its tasks that have the number of a training task all begin as that does."""
     tasks = tqdm(dict.fromkeys(run.eval_tasks), "panel", leave=False, disable=None, delay=3)
     panel = {task: opened(run.eval_env, task).prompt for task in tasks}
-    both = [task for task in panel if task in run.env.train_tasks]
+    both = [t for t in panel if run.eval_env is not run.env and t in run.env.train_tasks]
     firsts = {task: opened(run.env, task).prompt for task in both}
     is_other = any((f, f.picture) != (panel[n], panel[n].picture) for n, f in firsts.items())
     what = "the part of the panel that is in train_tasks, with equal prompts,"
