@@ -69,6 +69,7 @@ def work(hidden: int, home: Path, tree: Path) -> None:
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
     optimizer = policy.optimizer = torch.optim.AdamW(policy.trained, 1e-6, fused=False)
     fsdp.shard_all([policy], "float32", device)
+    is_sharded = fsdp.is_sharded(model)
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "tiny-sokoban")
     run, rows = home / "run", [{"iteration": 1, "time/elapsed": 1.0}]
     if processes.rank() == 0:
@@ -79,7 +80,7 @@ def work(hidden: int, home: Path, tree: Path) -> None:
         ids = torch.arange(128)[None]
         for _ in range(2):
             optimizer.zero_grad()
-            hidden = fsdp.through(model, lambda: policy.hidden(ids))
+            hidden = model.through(lambda: policy.hidden(ids)) if is_sharded else policy.hidden(ids)
             hidden.square().mean().backward()
             optimizer.step()
         optimizer.zero_grad()

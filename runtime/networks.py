@@ -123,18 +123,18 @@ class Network:
     def at_actions(self, micro, args, function) -> torch.Tensor:
         """function(hidden [k, H], ids [k]) of a micro-batch's action tokens: the hidden states from
         which they are predicted, and their ids. Matrix products are in --dtype."""
-        model = self.activate()
-        ids = micro.ids.to(model.device)
+        model, causal = self.activate(), self.plain
+        is_sharded, ids = fsdp.is_sharded(causal), micro.ids.to(model.device)
         is_action = micro.is_action[:, 1:].to(model.device)  # position t predicts token t + 1
         # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
-        bfloat16 = args.run_args.dtype == "bfloat16" and not fsdp.is_sharded(plain(model))
+        bfloat16 = args.run_args.dtype == "bfloat16" and not is_sharded
 
         def forward():
             with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
                 hidden = self.hidden(ids, micro.pictures)[:, :-1][is_action]
                 return function(hidden, ids[:, 1:][is_action])
 
-        return fsdp.through(plain(model), forward)
+        return causal.through(forward) if is_sharded else forward()
 
     def may_step(self, grad_norm: float) -> bool:
         """Whether this gradient is finite. Else it warns; three in a row: FloatingPointError."""

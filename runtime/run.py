@@ -207,6 +207,9 @@ class Run:
     def save(self, trajectories: list = (), **columns: torch.Tensor) -> None:
         """Write the iteration's row, its episodes, whose steps get their entry of every column [S],
         the terminal's line, curve.png at an evaluation, and a checkpoint where one is due."""
+        steps = sum(len(t.steps) for t in trajectories)
+        for name in (name for name, values in columns.items() if len(values) != steps):
+            sys.exit(f"run.save({name}=...): {len(columns[name])} numbers for {steps} steps")
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)

@@ -45,7 +45,8 @@ def shard(model, dtype: str, device) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    model.through = MethodType(lambda self, function, *inputs: function(*inputs), model)
+    # calls a function that computes with the model's weights, which FSDP gathers meanwhile
+    model.through = MethodType(lambda self, function: function(), model)
     torch_fsdp.register_fsdp_forward_method(model, "through")
 
 
@@ -70,11 +71,6 @@ def shard_all(networks: list, dtype: str, device) -> None:
 
 def is_sharded(model) -> bool:
     return isinstance(model, FSDPModule)
-
-
-def through(model, function, *inputs):
-    """function(*inputs), which computes with the model's weights: FSDP gathers them meanwhile."""
-    return model.through(function, *inputs) if is_sharded(model) else function(*inputs)
 
 
 def shares(model) -> dict[str, torch.nn.Parameter]:

@@ -35,9 +35,7 @@ def announce(run) -> None:
         how = "sharded (FSDP)" if fsdp.wanted() else "a copy in each"
         say(f"{processes.count()} processes, the policy {how}; each has an engine and its tasks")
     episodes = args.tasks_per_iteration * args.group_size
-    sampled = episodes * args.max_steps * args.max_action_tokens
-    most = f"{sampled:,} tokens sampled, {episodes * args.max_context_tokens:,} in the trainer"
-    say(f"an iteration: {episodes} episodes, at most {most}")
+    say(f"an iteration: {episodes} episodes of at most {args.max_steps} steps")
 
 
 def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:

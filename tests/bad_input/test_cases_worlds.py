@@ -1044,6 +1044,30 @@ def test_an_exit_in_a_task_of_the_worlds_own_is_told(tmp_path):
     gc.collect()  # asyncio tells of the task now, and not while another test reads a script
 
 
+def test_a_process_that_the_world_forks_ends_as_usual_at_sigterm(tmp_path, capfd):
+    """The run's own handler raises KeyboardInterrupt, whose traceback a worker would print."""
+    forks = "import multiprocessing, time\nself.own = multiprocessing.get_context('fork').Process"
+    forks += (
+        "(target=time.sleep, args=[60])\nself.own.start()\ntime.sleep(0.5)\nself.own.terminate()"
+    )
+    ends = "self.own.join()\nif self.own.exitcode != 143: raise OSError(self.own.exitcode)"
+    done = run_in(tmp_path, begin=forks, step=ends)
+    assert done.returncode == 0 and "warning" not in done.stdout
+    assert "Traceback" not in done.stderr + capfd.readouterr().err
+
+
+def test_a_column_of_another_length_is_refused(tmp_path):
+    """A number for each token, or one for each episode, where each step gets one."""
+    write(tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    saves = "run.save(episodes, "
+    assert saves in text
+    for values in ("batch.engine_logprobs", "batch.outcomes"):
+        (tmp_path / "mine.py").write_text(text.replace(saves, f"{saves}mine={values}, "))
+        said = said_in_one_line(run_there(tmp_path, "--run-name", values))
+        assert re.fullmatch(r"run\.save\(mine=\.\.\.\): \d+ numbers for \d+ steps", said)
+
+
 def test_an_exit_of_the_world_is_no_end_of_the_run(tmp_path):
     """sys.exit() and sys.exit(0) in each step: status 1, and one line."""
     for code in ("", "0", "None"):
