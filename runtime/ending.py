@@ -27,15 +27,17 @@ current: list = []  # the Run that this process is at work in
 
 def ends_cleanly(main):
     """Around a script's main: what stops a run leaves one line that says how to go on."""
-    own_process, pid = main.__module__ == "__main__", os.getpid()
-
-    def terminated(*_):
-        if os.getpid() != pid:  # a process that the world has forked
-            os._exit(128 + signal.SIGTERM)
-        raise KeyboardInterrupt("SIGTERM")
+    own_process = main.__module__ == "__main__"
 
     @functools.wraps(main)
     def guarded():
+        pid = os.getpid()
+
+        def terminated(*_):
+            if os.getpid() != pid:  # a process that the world has forked
+                os._exit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt("SIGTERM")
+
         current.clear()
         usual = {torch.get_default_dtype: torch.float32, torch.is_grad_enabled: True}
         began.update({read: read() for read in OURS} | usual)
