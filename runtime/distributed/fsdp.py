@@ -45,8 +45,7 @@ def shard(model, dtype: str, device) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    # calls a function that computes with the model's weights, which FSDP gathers meanwhile
-    model.through = MethodType(lambda self, function: function(), model)
+    model.through = MethodType(lambda self, function: function(), model)  # with whole weights
     torch_fsdp.register_fsdp_forward_method(model, "through")
 
 
