@@ -500,7 +500,7 @@ def refused(*words, home) -> str:
 def test_a_server_that_is_down_at_the_start_is_one_line(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     line = refused("--engine-url", url, home=tmp_path)
-    assert line.startswith(f"--engine-url {url}: {url} does not answer (ConnectError)")
+    assert line.startswith(f"--engine-url {url}: {url} does not answer (ClientConnectorError)")
 
 
 def test_a_server_that_was_not_started_as_it_has_to_be_is_told_how(fake, tmp_path):

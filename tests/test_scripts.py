@@ -261,10 +261,7 @@ def test_every_script_runs_and_leaves_a_whole_run(play, script):
     run, done = first_run(play, script)
     assert_whole(run, script)
     assert not (run.parent.parent / "wandb").exists()  # --track was not given
-    assert (
-        "parameters, engine hf" in done.stdout
-        and f"an iteration: {TASKS * GROUP} episodes" in done.stdout
-    )
+    assert "parameters, engine hf" in done.stdout
     *table, page = done.stdout.split("standard error")[1].splitlines()[1:]
     assert (
         page == f"the run as a page: runs/first-{script}/view.html" and (run / "view.html").exists()

@@ -6,6 +6,7 @@ owed is asked for again, with the same seed; it gets the weights when it is back
 
 import asyncio
 import contextlib
+import json
 import shutil
 import time
 import uuid
@@ -20,7 +21,7 @@ from runtime.networks import assert_finite, dense_weights, policy_weights
 from runtime.saving.checkpoints import write_adapter
 from runtime.view.terminal import warn
 
-import httpx2
+import aiohttp
 import torch
 from safetensors.torch import save_file
 
@@ -74,22 +75,23 @@ class ServerEngine:
 
     def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
-        waits = httpx2.Timeout(1800.0, connect=10.0)  # seconds
-        limits = httpx2.Limits(max_connections=256 * len(self.servers))
-        self.client = httpx2.AsyncClient(timeout=waits, limits=limits)
+        waits = aiohttp.ClientTimeout(None, sock_connect=10.0, sock_read=1800.0)  # seconds
+        pool = aiohttp.TCPConnector(limit=256 * len(self.servers))
+        self.client = aiohttp.ClientSession(timeout=waits, connector=pool, trust_env=True)
         return self.client
 
-    async def call(self, server: Server, path: str, content: dict | None = None):
-        """The response to a request, a GET where nothing is sent. Raises LostError, EngineError."""
-        method = "GET" if content is None else "POST"
+    async def call(self, server: Server, path: str, content: dict | None = None) -> str:
+        """The answer to a request: GET where nothing is sent. Raises LostError, EngineError."""
+        request, url = self.client.get if content is None else self.client.post, server.url + path
         try:
-            response = await self.client.request(method, server.url + path, json=content)
-        except httpx2.HTTPError as error:
+            async with request(url, json=content, allow_redirects=False) as response:
+                text = (await response.read()).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise LostError(f"{server.url} does not answer ({type(error).__name__})") from error
-        if (status := response.status_code) >= 400:
+        if (status := response.status) >= 400:
             kind = LostError if status >= 500 or status == 404 else EngineError
-            raise kind(f"{server.url}: status {status}, {shown(response.text, 200)}")
-        return response
+            raise kind(f"{server.url}: status {status}, {shown(text, 200)}")
+        return text
 
     async def check(self) -> None:
         """Raise EngineError where a server is not there, or not started as it has to be."""
@@ -99,7 +101,7 @@ class ServerEngine:
                 has_to = f"{server.url} has to be started with"
                 try:
                     found = await self.call(server, "/server_info?config_format=json")
-                    missing = missing_flags(found.json()["vllm_config"], self.args)
+                    missing = missing_flags(json.loads(found)["vllm_config"], self.args)
                     await self.call(server, "/inference/v1/generate", probe)
                 except (EngineError, *NOT_AN_ANSWER) as error:
                     raise EngineError(f"{shown(error)}; {has_to} {STARTED}") from error
@@ -150,11 +152,11 @@ class ServerEngine:
             request["model"] = weights.adapter.name
         server.in_flight += 1
         try:
-            response = await self.call(server, "/inference/v1/generate", request)
+            answer = await self.call(server, "/inference/v1/generate", request)
         finally:
             server.in_flight -= 1
         try:
-            (choice,) = response.json()["choices"]
+            (choice,) = json.loads(answer)["choices"]
             ids, most = choice["token_ids"], request["sampling_params"]["max_tokens"]
             logprobs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
             versions = {span["version"] for span in choice["weight_versions"]}

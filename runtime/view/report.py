@@ -34,8 +34,6 @@ def announce(run) -> None:
     if processes.count() > 1:
         how = "sharded (FSDP)" if fsdp.wanted() else "a copy in each"
         say(f"{processes.count()} processes, the policy {how}; each has an engine and its tasks")
-    episodes = args.tasks_per_iteration * args.group_size
-    say(f"an iteration: {episodes} episodes of at most {args.max_steps} steps")
 
 
 def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
