@@ -13,7 +13,6 @@ from runtime.models import ModelError, check_directory
 from runtime.view.terminal import warn
 from runtime.worlds import OURS, asked, began, check_world, needed, opened, require
 
-ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = re.compile(r"https?://([\w.-]{1,253}|\[[\da-f:.]+\])(:[1-9]\d{0,4})?/*", re.ASCII | re.I)
 KINDS = {int: int, float: int | float, bool: bool, str: str | None, tuple[str, ...]: list}
 
@@ -73,7 +72,7 @@ def check_model(args, env, panel: list[int]) -> tuple[str, Any]:
     from huggingface_hub.utils.logging import set_verbosity_error
     from transformers import AutoConfig
 
-    places = Path(args.model), ROOT / args.model
+    places = Path(args.model), Path(__file__).resolve().parent.parent / args.model
     path = next((str(place.resolve()) for place in places if place.is_dir()), args.model)
     trust = args.run_args.trust_remote_code
     check_files(Path(path), args.model)
@@ -93,8 +92,7 @@ def check_model(args, env, panel: list[int]) -> tuple[str, Any]:
     if asked(env, "shows_pictures", False):  # refused where it does not see one as it is
         from runtime.vision.pictures import PictureProcessor
 
-        picture = opened(env, panel[0]).prompt.picture
-        PictureProcessor(path, config, args.model).patches(picture)
+        PictureProcessor(path, config, args.model).patches(opened(env, panel[0]).prompt.picture)
     elif hasattr(config, "vision_config"):
         reason = "made for pictures, and this world shows none: see *_visual_sokoban.py"
         refuse("model", args.model, reason)

@@ -66,11 +66,10 @@ def play_ahead(leaving, *given):
 async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], list[tuple]]:
     """(trajectories, task and what its world raised of the others) of this process's share."""
     tasks = [task_of(env, task) for task in tasks]
-    found = {task: asked(env, "together", task, task) for task in tasks}  # which are not divided
-    units = [state_of(env, f"together({task})", found[task]) for task in tasks]
-    every, count, rank = [*dict.fromkeys(units)], processes.count(), processes.rank()
+    units = {t: state_of(env, f"together({t})", asked(env, "together", t, t)) for t in tasks}
+    every, count, rank = [*dict.fromkeys(units.values())], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
-    mine, faults = [task for task, unit in zip(tasks, units) if unit in ours], []
+    mine, faults = [task for task in tasks if units[task] in ours], []
     bar = tqdm(total=len(mine), desc="episodes", leave=False, disable=None, unit="episode")
     begun, firsts = {}, {}  # firsts: {task: its first episode}
 

@@ -12,7 +12,7 @@ import types
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import contextmanager, suppress
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 
 from runtime.data import Seen
@@ -281,13 +281,16 @@ def check_world(env, least: int = 0):
                 continue
             is_sequence = isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes)
             require(is_sequence, world, kind, tasks, "a sequence of task numbers: a range, a list")
-            sets[kind] = tasks
+            sets[kind] = tasks[::-1] if isinstance(tasks, range) and tasks.step < 0 else tasks
             if not isinstance(tasks, range):
-                sets[kind] = Counter(task_of(world, task) for task in tasks)
+                sets[kind] = Counter(task_of(world, t) for t in islice(tasks, len(tasks) + 1))
                 (task, times), *_ = sets[kind].most_common(1) or [(0, 0)]
                 require(times < 2, world, f"a task in {kind}", task, f"once, not {times} times")
+                require(sets[kind].total() == len(tasks), world, kind, tasks, "as many as len()")
         for (one, few), (other, many) in combinations(sets.items(), 2):
             few, many = sorted((few, many), key=len)
+            if few and isinstance(few, range) and isinstance(many, range):  # they may be long
+                few = few[max(0, (many[0] - few[0]) // few.step) :][: many.step + 1]
             both = next((task for task in few if task in many), None)
             require(both is None, world, f"a task in {one} and {other}", both, "none in two sets")
     if least > (number := len(env.train_tasks)):

@@ -1,6 +1,6 @@
 """A run that cannot learn says so: once for each reason, in one line that names the flag."""
 
-from runtime.distributed import processes
+from runtime.distributed import fsdp, processes
 from runtime.view.terminal import warn
 
 import torch
@@ -55,8 +55,7 @@ def cut_answers(trajectories: list, most: int, stop_ids) -> list[bool]:
 
 def sample_of(network) -> list[torch.Tensor]:
     """The first weights of each tensor that a network trains; of a sharded one, of this part."""
-    parts = (p.to_local() if hasattr(p, "to_local") else p for p in network.trained)
-    return [part.detach().flatten()[:1024].clone() for part in parts]
+    return [fsdp.local(p).detach().flatten()[:1024].clone() for p in network.trained]
 
 
 def moved(network, before: list[torch.Tensor]) -> float:

@@ -180,6 +180,11 @@ def test_a_flag_of_the_world_with_a_name_of_its_own(tmp_path):
 
 ONCE, WHOLE = "once, not 2 times", "a whole number"
 SEQUENCE = "a sequence of task numbers: a range, a list"
+ENDLESS = """from collections.abc import Sequence
+class Endless(Sequence):
+    def __len__(self): return 40
+    def __getitem__(self, index): return 60 + index
+train_tasks = Endless()"""
 SETS = {  # what the world has: (what is named, what was found or is expected)
     "train_tasks = range(40, 90)": ("train_tasks and eval_tasks", "int 40"),
     "eval_tasks = [1, 2, 150]": ("train_tasks and eval_tasks", "int 150"),
@@ -228,6 +233,9 @@ SETS = {  # what the world has: (what is named, what was found or is expected)
     "eval_env = 'x'": ("str: name is NoneType", "a str of one line"),
     "eval_env = SimpleNamespace(eval_tasks=range(9))": ("SimpleNamespace: name is NoneType",),
     "train_tasks = []": ("--tasks-per-iteration 2", "has 0 training tasks"),
+    ENDLESS: ("train_tasks is Endless <", "expected as many as len()"),
+    "train_tasks = range(10**9 + 1, 8, -2)": ("train_tasks and eval_tasks", "int 9,"),
+    "train_tasks, eval_tasks = range(10**9), range(10**9 - 3, 10**10, 7)": ("int 999999997,",),
     "eval_tasks = range(1)": ("--eval-tasks 2", "has 1"),
 }
 
@@ -265,6 +273,36 @@ def test_sets_of_tasks_that_share_none_are_taken(line, tmp_path):
     run_args = SimpleNamespace(eval_set="panel", eval_tasks=2)
     panel = panel_of(SimpleNamespace(run_args=run_args), evaluates)
     assert panel == [*evaluates.eval_tasks][:2]
+
+
+@pytest.mark.parametrize(
+    "train, panel",
+    [
+        (range(0, 10**12, 2), range(1, 10**12, 2)),
+        (range(10**12, 0, -2), range(10**12 + 1, 10**11, -4)),
+        (range(10**12), range(10**12, 2 * 10**12)),
+        (range(5, 10**12, 6), range(4, 10**12, 9)),
+    ],
+)
+def test_long_ranges_that_share_no_task_are_compared_at_once(train, panel):
+    world = SimpleNamespace(name="tiny world", train_tasks=train, eval_tasks=panel)
+    began = time.monotonic()
+    assert check_world(world, 2) is world and time.monotonic() - began < 1
+
+
+def test_the_first_task_of_two_ranges_is_found():
+    """As one by one, for ranges of all kinds."""
+    drawn = random.Random(1)
+    for _ in range(500):
+        ends = [(drawn.randint(-30, 30), drawn.randint(-30, 30)) for _ in range(2)]
+        steps = [drawn.choice([-7, -4, -2, -1, 1, 2, 3, 6, 9]) for _ in range(2)]
+        train, panel = (range(*pair, step) for pair, step in zip(ends, steps))
+        world = SimpleNamespace(name="tiny world", train_tasks=train, eval_tasks=panel)
+        if both := {*train} & {*panel}:
+            found = re.search(r"eval_tasks is int (-?\d+), ", line_of(check_world, world))
+            assert int(found[1]) in both
+        else:
+            check_world(world)
 
 
 CHANGED = {  # what changes while the run is at work: what is said
