@@ -107,8 +107,7 @@ class Chat:
 
     def prompt(self, text: str) -> list[int]:
         """From the start to where the agent answers."""
-        after = MARK if self.head else ""
-        return joined([self.head, self.message(self.head_words, text, after)])
+        return joined([self.head, self.message(self.head_words, text, MARK if self.head else "")])
 
     def observation(self, text: str, action: list[int]) -> list[int]:
         """From the end of an action, whose stop token is not fed twice, to where the agent answers

@@ -33,8 +33,7 @@ __all__ = ["Run", "ends_cleanly", "mean_of"]
 class Run:
     """What a script keeps of a run while it trains. eval_env, eval_tasks: the world that evaluates
     and the panel, each task --eval-samples times. is_new: nothing has been evaluated yet. path: the
-    run's directory. faults: episodes whose world raised, since the last log_episodes. reading: how
-    frozen weights are read, for transformers' from_pretrained."""
+    run's directory. reading: how frozen weights are read, for transformers' from_pretrained."""
 
     def __init__(self, args, env):
         self.args, self.env = args, env
@@ -187,8 +186,12 @@ class Run:
         self.row[f"time/{name}"] = self.row.get(f"time/{name}", 0.0) + self.lapped - before
 
     def log(self, kind: str, values: dict) -> None:
-        """Put values into the iteration's row, as kind/name."""
-        self.row |= {f"{kind}/{name}": value for name, value in values.items()}
+        """Put numbers into the iteration's row, as kind/name; exits where one is none."""
+        for name, value in values.items():
+            value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+            if not isinstance(value, int | float | None):
+                sys.exit(f"run.log({kind!r}, ...): {name} is {type(value).__name__}, not a number")
+            self.row[f"{kind}/{name}"] = int(value) if isinstance(value, bool) else value
 
     def log_episodes(self, kind: str, trajectories: list) -> None:
         """Log what episodes were like, in training ("train") or on the panel ("eval")."""
@@ -200,16 +203,15 @@ class Run:
         if kind == "eval":
             self.panel = trajectories
         else:
-            sampled = sum(step >= 0 for t in trajectories for step in t.step_ids)
-            self.row["tokens/rollout"] = sampled
+            self.row["tokens/rollout"] = sum(step >= 0 for t in trajectories for step in t.step_ids)
             self.row["tokens/trained"] = sum(len(t.token_ids) for t in trajectories)
 
     def save(self, trajectories: list = (), **columns: torch.Tensor) -> None:
         """Write the iteration's row, its episodes, whose steps get their entry of every column [S],
         the terminal's line, curve.png at an evaluation, and a checkpoint where one is due."""
         steps = sum(len(t.steps) for t in trajectories)
-        for name in (name for name, values in columns.items() if len(values) != steps):
-            sys.exit(f"run.save({name}=...): {len(columns[name])} numbers for {steps} steps")
+        for name in (name for name, values in columns.items() if values.shape != (steps,)):
+            sys.exit(f"run.save({name}=...): {[*columns[name].shape]} numbers for {steps} steps")
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)

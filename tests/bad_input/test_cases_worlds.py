@@ -1100,10 +1100,47 @@ def test_a_column_of_another_length_is_refused(tmp_path):
     text = (tmp_path / "mine.py").read_text()
     saves = "run.save(episodes, "
     assert saves in text
-    for values in ("batch.engine_logprobs", "batch.outcomes"):
+    for values in ("batch.engine_logprobs", "batch.outcomes", "advantages[:, None]"):
         (tmp_path / "mine.py").write_text(text.replace(saves, f"{saves}mine={values}, "))
         said = said_in_one_line(run_there(tmp_path, "--run-name", values))
-        assert re.fullmatch(r"run\.save\(mine=\.\.\.\): \d+ numbers for \d+ steps", said)
+        assert re.fullmatch(r"run\.save\(mine=\.\.\.\): \[\d+(, 1)?\] numbers for \d+ steps", said)
+
+
+LOGGED = {  # what a script logs: what the row has, or the type that the line names
+    "torch.tensor(0.5)": 0.5,
+    "np.float32(0.5)": 0.5,
+    "np.bool_(True)": 1,
+    "advantages.sum() > 1e9": 0,
+    "True": 1,
+    "None": None,
+    "math.nan": None,
+    "torch.tensor(math.nan)": None,
+    "'low'": "str",
+    "advantages": "list",
+    "torch.ones(1)": "list",
+    "{'a': 1}": "dict",
+    "1j": "complex",
+}
+
+
+@pytest.mark.parametrize("value", LOGGED)
+def test_what_a_script_logs_is_a_number(value, tmp_path):
+    """Also where it is a tensor or a truth, so that --resume and the page can read the row."""
+    write(tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    saves = "        run.save(episodes, "
+    assert saves in text
+    logs = f"        import math, numpy as np\n        run.log('policy', {{'mine': {value}}})\n"
+    (tmp_path / "mine.py").write_text(text.replace(saves, logs + saves))
+    done, expected = run_there(tmp_path), LOGGED[value]
+    if isinstance(expected, str):
+        said = said_in_one_line(done)
+        assert said == f"run.log('policy', ...): mine is {expected}, not a number"
+        return
+    assert done.returncode == 0, done.stderr
+    *_, row = rows_of(tmp_path / "runs/a/metrics.jsonl")
+    assert row["iteration"] == 1 and row["policy/mine"] == expected
+    assert type(row["policy/mine"]) is type(expected)
 
 
 def test_an_exit_of_the_world_is_no_end_of_the_run(tmp_path):
