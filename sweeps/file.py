@@ -106,7 +106,8 @@ def faults(sweep) -> Iterator[str]:
         yield f"method {method}: grid, random or bayes"
     if not isinstance(program, str) or not os.path.isfile(ROOT / program):
         scripts = [path.name for path in ROOT.glob("*.py")]
-        yield f"program {program}: no such script{nearest(str(program), scripts)}"
+        near = nearest(str(program), scripts)
+        yield f"program {program}: no such script in {ROOT}, where a relative path begins{near}"
 
     name = metric.get("name") if isinstance(metric, dict) else None
     if not isinstance(name, str) or not name.strip():

@@ -54,6 +54,11 @@ REFUSED = {
     "no program": ({"program": None}, "program: is missing"),
     "a program of 5,000 characters": ({"program": "a" * 5000}, "program aaa"),
     "a program that is not there": ({"program": "istar_webshp.py"}, "perhaps istar_webshop.py"),
+    "a program beside the file": (
+        {"program": "program.py"},
+        "program program.py: no such script in ",
+        ", where a relative path begins",
+    ),
     "a directory as program": ({"program": "envs"}, "program envs: no such script"),
     "a number as program": ({"program": 3}, "program 3: no such script"),
     "no method": ({"method": None}, "method: is missing"),
