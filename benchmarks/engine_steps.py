@@ -54,6 +54,7 @@ class Args:
     run_args: RunArgs
     seed: int = 1
     max_context_tokens: int = 3072
+    policy_lora_rank: int = 0
 
 
 @dataclass
