@@ -58,8 +58,8 @@ UNITS = {
     r"|(?<=[Bb])[0-9]{4}| ?[A-Za-z]+|[ $]*[0-9]{1,2}(?=(?:[0-9]{2})*(?![0-9]))|\.|\s+|[^\s\w]+|.",
     # tags, words, numbers
     "sotopia": r"(?:</?[a-z]+>)+| ?[A-Za-z]+|[ $]*[0-9]{1,3}|\s+|[^\s\w]+|.",
-    # tags, names without their number, phrases between them, words, numbers
-    "alfworld": r"(?:</?[a-z]+>)+| ?[a-z]+(?= [0-9])"
+    # tags with a verb, names without their number, phrases between them, words, numbers
+    "alfworld": r"(?:</?[a-z]+>)+(?:go to|[a-z]+)?| ?[a-z]+(?= [0-9])"
     r"|(?:[.,] | ?(?=[A-Z]))[A-Za-z]+(?![A-Za-z]| [0-9])"
     r"(?:[.,]? [A-Za-z]+(?![A-Za-z]| [0-9]))*| ?[A-Za-z]+| ?[0-9]+|\s+|[^\s\w]+|.",
 }
