@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import multiprocessing
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from runtime.engines import SamplingParams, served
 from runtime.engines.servers import EXTENSION, ServerEngine, Weights
 from runtime.flags import RunArgs
+from runtime.saving.opening import git
 
 import torch
 
@@ -99,8 +99,7 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     while socket.socket().connect_ex(("127.0.0.1", port)):
         time.sleep(0.1)
-    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%h"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = git("log", "-1", "--format=%h")
     out = ROOT / "benchmarks/results/server-requests.md"
     lines = out.read_text().splitlines() if out.exists() else []
     if not lines:
