@@ -502,7 +502,7 @@ def fsdp_peaks(shape: list) -> dict:
 def script(name: str, *flags: str) -> None:
     """A script as a user starts it, whose sums are in the same order every time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.optim.AdamW = functools.partial(torch.optim.AdamW, fused=True)
     if os.environ.get("FAULT") and os.environ.get("RANK") == "1":
         summed, calls = runtime.networks.sum_gradients, []

@@ -1,4 +1,4 @@
-"""What a GPU has to prove, on one card or two, in about ten minutes:
+"""What a GPU has to prove, on one card or two, in about half an hour where nothing is compiled yet:
 
     python -m pytest -m gpu                     on the machine's cards
     python -m pytest -m gpu --gpu-model DIR     with this model, and not random weights of 0.5B
