@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 from runtime.engines import EngineError, servers
 from runtime.engines.servers import EXTENSION, ServerEngine
 
+import loopback
 import pytest
 import torch
 from conftest import ROOT, TINY, answers, free_port, run_main, settings
@@ -85,6 +87,8 @@ class Fake:
             if path == "/collective_rpc":
                 assert body["method"] == "take_policy"
                 return self.take(Path(body["args"][0]))
+            if path == "/get_world_size":
+                return 200, {"world_size": 2}
             if path == "/update_weight_version":
                 self.version = body["new_version"]
                 return 200, {"success": True}
@@ -583,6 +587,99 @@ def test_a_status_is_told(status, told, fake, tmp_path):
         answers(engine, [[5, 6]], sampling_of())
 
 
+# ------------ from memory to memory ------------
+
+
+class Receiver(Fake):
+    """A server of two workers that takes weights from memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.config["weight_transfer_config"] = {"backend": "loopback"}
+        self.groups, self.joined = [], 0
+        self.dies = False  # it goes, with its workers, before it takes any weight
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        info = SimpleNamespace(**body.get("init_info", body.get("update_info", {})))
+        if path == "/init_weight_transfer_engine":
+            self.paths.append((path, body))
+            with ThreadPoolExecutor() as threads:
+                ranks = info.rank_offset, info.rank_offset + 1
+                self.groups = [*threads.map(loopback.Group, [info] * 2, ranks)]
+            return 200, {}
+        if path == "/update_weights" and not self.dies:
+            self.paths.append((path, body))
+            for group in self.groups:
+                weights = {}
+                for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes):
+                    weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                    group.broadcast(weights[name], src=0)
+                self.model = tiny()
+                missing, unknown = self.model.load_state_dict(weights, strict=False)
+                assert not unknown and set(missing) <= {"lm_head.weight"}
+        if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+            return (500, {"error": "no worker"}) if self.dies else (200, {})
+        return super().answer(path, body)
+
+
+def test_a_whole_policy_goes_from_memory_to_memory(tmp_path, monkeypatch):
+    """Without a file, over one connection; a server that was lost gets a new one. An adapter goes
+    by files."""
+    pytest.importorskip("vllm")
+    loopback.connected(monkeypatch)
+    fake, args, model = Receiver(), args_for(), tiny()
+    with listening(fake) as url:
+        args.run_args.engine_url = (url,)
+        engine, contexts = engine_of(args, tmp_path), contexts_of(model)
+        for update in range(3):
+            if update:
+                move(model, update)
+                assert gap(engine, model, args, contexts) > 1e-2
+            engine.load(model)
+            assert gap(engine, model, args, contexts) < 1e-5
+        assert not [*tmp_path.rglob("*.safetensors")]
+        begun = [body["init_info"] for path, body in fake.paths if path.startswith("/init")]
+        assert [info["world_size"] for info in begun] == [3]
+        assert not any(path == "/collective_rpc" for path, _ in fake.paths)
+        fake.dies = True
+        threading.Timer(0.5, lambda: setattr(fake, "dies", False)).start()
+        move(model, 9)
+        engine.load(model)
+        assert gap(engine, model, args, contexts) < 1e-5
+        assert sum(path.startswith("/init") for path, _ in fake.paths) > 1
+
+        args = args_for(url, rank=4)
+        model, engine = adapted(model, "policy", "prm"), engine_of(args, tmp_path)
+        fake.paths.clear()
+        move(model, 3)
+        engine.load(model)
+        assert "/v1/load_lora_adapter" in [path for path, _ in fake.paths]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_go_by_files_unless_both_sides_can_do_otherwise(
+    device, fake, tmp_path, monkeypatch
+):
+    """A server without the flag, and a trainer without a GPU whose server has it."""
+    monkeypatch.setitem(servers.TRANSFERS, "cpu" if device == "cuda" else "cuda", "nccl")
+    fake[0].config["weight_transfer_config"] = {"backend": "nccl"} if device == "cpu" else None
+    args, model = args_for(fake[1]), tiny()
+    engine = engine_of(args, tmp_path)
+    engine.load(model)
+    assert gap(engine, model, args, contexts_of(model)) < 1e-5
+    assert [*tmp_path.rglob("*.safetensors")]
+
+
+def test_a_broadcast_that_does_not_end_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "BACK_WITHIN", 0.3)
+    monkeypatch.setitem(servers.TRANSFERS, "cpu", "loopback")
+    monkeypatch.setattr(servers.Server, "receive", lambda *_: time.sleep(60))
+    with listening(Receiver()) as url:
+        engine = engine_of(args_for(url), tmp_path)
+        with pytest.raises(EngineError, match=f"{url} took no weights in 0 s"):
+            engine.load(tiny())
+
+
 # ------------ vLLM's own server ------------
 
 STARTED = f"""-m vllm.entrypoints.openai.api_server --model {TINY} --dtype float32 --enforce-eager
@@ -590,16 +687,17 @@ STARTED = f"""-m vllm.entrypoints.openai.api_server --model {TINY} --dtype float
 --max-lora-rank 16 --no-enable-chunked-prefill --max-num-batched-tokens 8192
 --worker-extension-cls {EXTENSION} --host 127.0.0.1 --block-size 32"""
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-SWITCHES |= {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO"}
+SWITCHES |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 class Started:
     """vLLM's server as a process; what it says is in a file."""
 
-    def __init__(self, home: Path, port: str):
+    def __init__(self, home: Path, port: str, *more: str):
         self.url, self.log = f"http://127.0.0.1:{port}", home / "server.log"
-        command = [sys.executable, *STARTED.split(), "--port", port]
-        environment = os.environ | SWITCHES
+        command = [sys.executable, *STARTED.split(), "--port", port, *more]
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(home)])
+        environment = os.environ | SWITCHES | {"PYTHONPATH": paths}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command, cwd=home, stdout=log, stderr=log, env=environment
@@ -671,6 +769,28 @@ def test_vllms_server_has_the_trainers_log_probabilities(started, tmp_path):
     engine.load(model)
     server.salt = salt
     assert gap(engine, model, args, contexts) > 1e-2
+
+
+@pytest.mark.slow
+def test_vllms_server_takes_weights_from_memory(tmp_path, monkeypatch):
+    """By its own routes and its own worker; a store is in the place of NCCL."""
+    pytest.importorskip("vllm")
+    loopback.connected(monkeypatch)
+    loopback.installed(tmp_path)
+    transfer = '{"backend": "loopback"}'
+    server = Started(tmp_path, free_port(), "--weight-transfer-config", transfer)
+    try:
+        model, args = tiny(), args_for(server.url)
+        engine, contexts = engine_of(args, tmp_path), contexts_of(model)
+        for update in range(4):
+            if update:
+                move(model, update)
+                assert gap(engine, model, args, contexts) > 1e-2
+            engine.load(model)
+            assert gap(engine, model, args, contexts) < 1e-3
+        assert not [*tmp_path.rglob("*.safetensors")]
+    finally:
+        server.kill()
 
 
 RUN = """--tasks-per-iteration 8 --group-size 8 --eval-tasks 32 --eval-samples 1 --iterations 2

@@ -1,16 +1,19 @@
 """vLLM servers elsewhere sample, and this process trains (docs/many-gpus.md).
 
-Weights go by files that the servers see too: a LoRA policy as an adapter on --model, a whole policy
-in the place of the server's weights. Every answer says which weights it is of. What a lost server
-owed is asked for again, with the same seed; it gets the weights when it is back."""
+A LoRA policy goes by files, as an adapter on --model; a whole policy in the place of the server's
+weights, by NCCL where both sides have GPUs, else by files. Every answer says which weights it is
+of. What a lost server owed is asked for again, with the same seed; back, it gets the weights."""
 
 import asyncio
 import contextlib
 import json
 import shutil
+import threading
 import time
 import uuid
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,7 +22,7 @@ from runtime.engines import EngineError, Sample, SamplingParams, lora_rank_for
 from runtime.flags import shown
 from runtime.networks import assert_finite, dense_weights, policy_weights
 from runtime.saving.checkpoints import write_adapter
-from runtime.view.terminal import warn
+from runtime.view.terminal import first_line, warn
 
 import aiohttp
 import torch
@@ -29,6 +32,7 @@ BACK_WITHIN = 600.0  # seconds that all servers may be away
 SEEN_WITHIN = 10.0  # seconds until the first weights are seen, by whatever file system
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
 TRIES = 3  # losses in a row, for each server, without a sample
+TRANSFERS = {"cuda": "nccl"}  # the trainer's device: --weight-transfer-config of a server
 EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
 NOT_AN_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError)  # of JSON
@@ -46,6 +50,20 @@ class Weights(NamedTuple):
     adapter: Path | None = None  # a LoRA policy's directory, whose name is its own
 
 
+class Memory:
+    """A whole policy's weights as vLLM's transfer by NCCL reads them, tensor by tensor."""
+
+    weights, device = {}, None  # {name: tensor on the CPU}; the trainer's device
+    backend = ""  # which this device has, by TRANSFERS
+
+    def metadata(self) -> list:
+        named = self.weights.items()
+        return [SimpleNamespace(name=name, dtype=w.dtype, shape=w.shape) for name, w in named]
+
+    def __iter__(self):
+        return ((name, weight.to(self.device)) for name, weight in self.weights.items())
+
+
 class Server:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
@@ -53,10 +71,29 @@ class Server:
         self.salt = ""  # of the prefixes that these weights computed
         self.is_lost = False
         self.in_flight = 0  # requests that it has not answered yet
+        self.backend, self.workers = None, 0  # of --weight-transfer-config; its processes
+        self.transfer = None  # vLLM's, once they are connected
 
     def note(self, weights: Weights | None) -> None:
         """That the server has these weights from now on. Prefixes that it kept are not theirs."""
         self.weights, self.salt = weights, uuid.uuid4().hex
+
+    def receive(self, memory: Memory, sent: Future) -> None:
+        """Have its workers take these weights by NCCL. Sets sent to what prevented it, or None."""
+        from vllm.distributed.weight_transfer import clients, nccl_engine
+        from vllm.utils.network_utils import get_ip, get_open_port
+
+        try:
+            if not self.transfer:
+                at = get_ip(), get_open_port(), 1 + self.workers
+                group = nccl_engine.NCCLTrainerInitInfo(*at, rank=0)
+                client = clients.HTTPVLLMWeightSyncClient(self.url)
+                begin = nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
+                self.transfer = begin(group, client=client, source=memory)
+            self.transfer.send_weights()
+            sent.set_result(None)
+        except Exception as error:  # of HTTP, NCCL and vLLM, which have no common class
+            sent.set_result(error)
 
 
 class ServerEngine:
@@ -70,6 +107,7 @@ class ServerEngine:
         self.restarts, self.fruitless = 0, 0  # losses; those since the last sample
         self.name, self.updates = processes.broadcast(uuid.uuid4().hex[:8]), 0
         self.servers = [Server(url) for url in args.run_args.engine_url]
+        self.memory = Memory()
         self.homes = WeakKeyDictionary()  # of an episode's task: the server that has its prefix
         asyncio.run(self.check())
 
@@ -101,7 +139,11 @@ class ServerEngine:
                 has_to = f"{server.url} has to be started with"
                 try:
                     found = await self.call(server, "/server_info?config_format=json")
-                    missing = missing_flags(json.loads(found)["vllm_config"], self.args)
+                    config = json.loads(found)["vllm_config"]
+                    missing = missing_flags(config, self.args)
+                    server.backend = (config.get("weight_transfer_config") or {}).get("backend")
+                    size = await self.call(server, "/get_world_size")
+                    server.workers = json.loads(size)["world_size"]
                     await self.call(server, "/inference/v1/generate", probe)
                 except (EngineError, *NOT_AN_ANSWER) as error:
                     raise EngineError(f"{shown(error)}; {has_to} {STARTED}") from error
@@ -112,7 +154,11 @@ class ServerEngine:
         """Have a server sample with the policy's weights. Raises LostError, EngineError."""
         (version, path, adapter), before = self.weights, server.weights
         if not before or before.version != version:
-            await self.call(server, "/collective_rpc", {"method": "take_policy", "args": [path]})
+            if server.backend == self.memory.backend:
+                await self.send(server)
+            else:
+                order = {"method": "take_policy", "args": [path]}
+                await self.call(server, "/collective_rpc", order)
             await self.call(server, "/update_weight_version", {"new_version": version})
         if adapter:
             for old in {adapter, before.adapter if before else adapter}:
@@ -121,6 +167,17 @@ class ServerEngine:
             names = {"lora_name": adapter.name, "lora_path": str(adapter)}
             await self.call(server, "/v1/load_lora_adapter", names)
         server.note(self.weights)
+
+    async def send(self, server: Server) -> None:
+        """Broadcast a whole policy to a server's workers. Raises LostError, EngineError."""
+        sent = Future()  # of a daemon: a broadcast to a worker that has died never returns
+        threading.Thread(target=server.receive, args=(self.memory, sent), daemon=True).start()
+        try:
+            error = await asyncio.wait_for(asyncio.wrap_future(sent), BACK_WITHIN)
+        except TimeoutError as late:
+            raise EngineError(f"{server.url} took no weights in {BACK_WITHIN:.0f} s") from late
+        if error:
+            raise LostError(f"{server.url} took no weights ({first_line(error)})") from error
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
         """One answer to a context, of whatever server has one. Raises EngineError."""
@@ -182,6 +239,7 @@ class ServerEngine:
     def lose(self, server: Server, error: LostError) -> None:
         """A server is lost: it may be another one when it is back."""
         server.note(None)
+        server.transfer = None
         if not server.is_lost:
             warn(f"{error}; it is waited for, and gets the policy's weights again")
         server.is_lost = True
@@ -235,7 +293,9 @@ class ServerEngine:
         else:
             weights = dense_weights(model, self.args.run_args.dtype)
             assert_finite(weights.items())
-            if is_first:
+            self.memory.weights, self.memory.device = weights, next(model.parameters()).device
+            self.memory.backend = TRANSFERS.get(self.memory.device.type, "")
+            if is_first and {s.backend for s in self.servers} != {self.memory.backend}:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(path.name, str(path))
         if failed := processes.broadcast(asyncio.run(self.hand_over()) if is_first else ""):
