@@ -15,11 +15,10 @@ MARK = "\ufdd0"  # a token of a copy of the tokenizer alone: what follows it doe
 
 class Chat:
     """Tokens of prompts, observations and answers; a picture stands before the words beside it.
-    They are those of the whole template's text, up to its control tokens; none of these in the
-    environment's words becomes control. Nothing that was sampled is tokenised again, so past
-    thoughts stay, unless drops_thoughts: then contexts have what Qwen3's template has of them.
-    most: tokens of a context. processor: the model's PictureProcessor, if there are pictures.
-    options: the template's own variables, {name: value}. ValueError: it has no such layout."""
+    They are those of the whole template's text; nothing in the environment's words becomes control.
+    What was sampled is not tokenised again, so past thoughts stay, unless drops_thoughts: then
+    contexts have what Qwen3's template has of them. processor: the model's PictureProcessor.
+    options: the template's own variables. ValueError: it has no such layout."""
 
     drops_thoughts, most = False, 10**9  # a run's flags
 

@@ -174,10 +174,9 @@ def sum_per_step(values: torch.Tensor, batch: Batch | MicroBatch) -> torch.Tenso
 
 
 def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
-    """Yield this process's micro-batches of the batch, under a progress bar: sequences of similar
-    length, at most --micro-batch-tokens with their padding. No result depends on how they are cut.
-    only: [S]; a sequence takes part where any of its steps does; None: all do. With sharded weights
-    all processes compute at once, so one that has fewer gets some without steps."""
+    """Yield this process's micro-batches, under a bar: sequences of similar length, at most
+    --micro-batch-tokens with their padding. only: [S]; a sequence takes part where any of its steps
+    does. With sharded weights a process that has fewer gets some without steps."""
     sequences = batch.sequences
     if only is not None:
         wanted = only[batch.token_step]  # [K]

@@ -147,9 +147,8 @@ def kept(shape: Shape, setting: Setting, tokens: float) -> float:
 
 
 def kept_by_layer(shape: Shape, dtype: str) -> int:
-    """What a layer keeps of a token for its backward pass [bytes]: norms with input and output,
-    what the projections read, queries, keys, values, attention's output, four of the feed-forward's
-    width. bfloat16 has a copy of its input for each projection, and its norms stay float32."""
+    """What a layer keeps of a token for its backward pass [bytes]: inputs and outputs of norms,
+    projections and attention. bfloat16 has a copy of each projection's input, and float32 norms."""
     h, i, q, k = shape.hidden, shape.inner, shape.queries, shape.keys
     norms = q + k if shape.head_norms else 0
     if dtype == "bfloat16":
@@ -158,9 +157,8 @@ def kept_by_layer(shape: Shape, dtype: str) -> int:
 
 
 def needed(shape: Shape, setting: Setting, gpu: bool) -> float:
-    """Bytes that a card has to have, or a machine without one for this process. A card's engine
-    sleeps during an update; afterwards it has its share beside what the trainer keeps. Its memory
-    is cut into pieces: 1.1 times what the tensors have."""
+    """Bytes that a card needs, or a machine without one for this process: 1.1 times the tensors, as
+    free memory is in pieces. After an update, the engine has its share beside the trainer's."""
     parts, share = predict(shape, setting, gpu), setting.engine_share
     engine = setting.number * (shape.dense + (shape.tower.dense if shape.tower else 0))
     if not gpu:

@@ -147,10 +147,9 @@ class Network:
 
 
 def action_logprobs(network: Network, micro, args) -> torch.Tensor:
-    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k].
-    The softmax is float32, and of the whole vocabulary but the tokens of pictures and films, which
-    the engine never samples either. The head runs at these tokens only, never on [T, vocabulary].
-    Of many it takes LOGITS logits at a time, and computes them again in the backward pass."""
+    """log pi(token) of a micro-batch's action tokens at the sampling temperature, [k]: by a float32
+    softmax without the tokens of pictures and films, which the engine never samples. The head runs
+    at these tokens only, LOGITS logits at a time, computed again in the backward pass if more."""
     causal = plain(network.model)
     chunk = max(1, LOGITS // causal.config.get_text_config().vocab_size)
     never = torch.tensor(never_sampled(causal.config), dtype=torch.long, device=causal.device)

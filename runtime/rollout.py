@@ -27,10 +27,9 @@ class Stage:
 
 
 def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Trajectory]:
-    """An episode for each entry of tasks, played side by side by `play` of the script; this process
-    plays its share, and all get all trajectories, in the order of tasks. Those whose world raised
-    are left out, named and counted (run.faults). Exits with one line where more than a fifth are, a
-    task's raised three times (run.failed), or none is left. played: by a thread (play_ahead)."""
+    """An episode for each entry of tasks, by `play` of the script; all processes get all, in their
+    order. Those whose world raised are left out and counted (run.faults). Exits with one line where
+    more than a fifth are, a task's raised three times, or none is left. played: by play_ahead."""
     drawn, count = random.getstate(), processes.count()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:

@@ -31,9 +31,8 @@ __all__ = ["Run", "ends_cleanly", "mean_of"]
 
 
 class Run:
-    """What a script keeps of a run while it trains. eval_env, eval_tasks: the world that evaluates
-    and the panel, each task --eval-samples times. is_new: nothing has been evaluated yet. path: the
-    run's directory. reading: how frozen weights are read, for transformers' from_pretrained."""
+    """What a script keeps of a run. eval_env, eval_tasks: the world that evaluates, and its panel.
+    is_new: nothing was evaluated yet. path: its directory. reading: how frozen weights are read."""
 
     def __init__(self, args, env):
         self.args, self.env = args, env

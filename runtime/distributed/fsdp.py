@@ -23,9 +23,9 @@ def copies() -> int:
 
 
 def shard(model, dtype: str, device) -> None:
-    """Divide the model's weights, with the adapters that are on it, between the processes, layer by
-    layer. With --dtype bfloat16 layers compute in it, unless accelerate's configuration names a
-    precision; weights and sums stay float32. What is to train has to require gradients before."""
+    """Divide the model's weights and adapters between the processes, layer by layer. Layers compute
+    in --dtype, unless accelerate's configuration names a precision; weights and sums stay float32.
+    What is to train has to require gradients before."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -1,8 +1,6 @@
-"""Several processes, on one machine or more: one training, of which each has a share.
-
-Every process has an engine of its own and plays whole groups; then all have all trajectories, and
-compute advantages and pairs alike. Passes are divided, micro-batch by micro-batch, and gradients
-summed: an update is that of one process with the same trajectories. The first one writes files."""
+"""Several processes, on one machine or more, that share a training (docs/many-gpus.md). Each plays
+whole groups with an engine of its own, and all get all trajectories. Passes are divided and
+gradients summed: an update is that of one process with the same trajectories."""
 
 import atexit
 import ctypes

@@ -1,7 +1,5 @@
-"""vLLM in this process, by its own step loop: a request for each turn of each episode.
-
-A LoRA policy in bfloat16 is an adapter on --model's weights: added to them, small updates would be
-rounded away. In float32, which vLLM's LoRA kernels do not have, the sum is exact."""
+"""vLLM in this process, by its own step loop: a request for each turn of each episode. A bfloat16
+LoRA policy stays an adapter there: added to the weights, small updates would be rounded away."""
 
 import asyncio
 import contextlib

@@ -1,13 +1,5 @@
-"""Checkpoints that are whole or absent, and taking them up again.
-
-    runs/NAME/checkpoints/N/    policy, prm, trained.safetensors (parameters, moments), lists.pt (a
-                                PRM's replay), state.json (size and SHA-256 of all, written last)
-    runs/NAME/exported/N/       a dense policy: the best one between two checkpoints, or a LoRA
-                                policy with its base, made at the run's end
-    runs/NAME/policy, prm, best links into the last and the best checkpoint, or to their exports
-
-Of what FSDP shards each process writes the rows that it has, process 3 into trained-00003; any
-number of processes can read them. A thread hashes, syncs and renames all, while the run goes on."""
+"""Checkpoints that are whole or absent, and taking them up again; docs/resume.md has the files. A
+thread hashes, syncs and renames them, while the run goes on."""
 
 import hashlib
 import io
@@ -51,12 +43,11 @@ def best_of(rows: list[dict]) -> int | None:
 def save_checkpoint(
     run: Path, rows: list[dict], networks: list[Network], tokenizer, args, lists: dict[str, list]
 ) -> None:
-    """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due: as
-    --save-every says, and after the last iteration. A new best evaluation in between leaves the
-    dense policy alone in exported/N, or its checkpoint where the policy is an adapter. The last
-    --keep and the best are kept. All processes call it; it is on the disk after finish_saving().
-    Parameters and moments are named name.index[.moment]; lists: numbers and groups of episodes.
-    Raises FloatingPointError where a parameter is not finite."""
+    """Write runs/NAME/checkpoints/N, N the iteration of the last row, where one is due. A new best
+    evaluation in between leaves the dense policy alone in exported/N, or a checkpoint where the
+    policy is an adapter. All processes call it; it is on the disk after finish_saving(). Parameters
+    and moments are named name.index[.moment]; lists: numbers and groups of episodes. Raises
+    FloatingPointError where a parameter is not finite."""
     finish_saving()
     began, iteration, is_first = time.perf_counter(), rows[-1]["iteration"], processes.rank() == 0
     draft, best = run / "checkpoints" / "draft", best_of(rows)

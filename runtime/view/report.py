@@ -2,9 +2,7 @@
 
 import hashlib
 import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from runtime.distributed import fsdp, processes
 from runtime.flags import shown
@@ -108,11 +106,6 @@ def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
     options = dict(project="istar", name=path.name, id=wandb_id, resume="allow", config=flags)
     wait = {"init_timeout": 4.0, "finish_timeout": 60, "silent": quiet}  # seconds
     try:
-        settings = wandb.setup().settings
-        if settings.mode == "online" and not {"HTTPS_PROXY", "https_proxy"} & os.environ.keys():
-            url = urlsplit(settings.base_url)  # its client would try for much longer
-            port = url.port or (443 if url.scheme == "https" else 80)
-            socket.create_connection((url.hostname, port), 4.0).close()
         return wandb.init(**options, settings=wandb.Settings(**wait))
     except Exception as error:  # network, key and service have no common class
         secret = os.environ.get("WANDB_API_KEY") or "\n"

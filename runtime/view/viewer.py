@@ -27,8 +27,7 @@ WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' sc
 
 
 def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
-    """Write the page of a run, or of two runs beside each other, and return where it is: out, or
-    view.html or view-against-B.html in the first run. most: episodes of a run on the page."""
+    """Write the page of a run, or of two side by side; its path. most: episodes of each run."""
     read = [read_run(run, most) for run in runs]
     names = ["view", *(run["name"] for run in read[1:])]
     out = out or runs[0] / f"{'-against-'.join(names)}.html"
