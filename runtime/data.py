@@ -211,14 +211,10 @@ def pack(sequences: list[Sequence], budget: int) -> list[list[Sequence]]:
 def padded(sequences: list[Sequence], batch: Batch) -> MicroBatch:
     tokens = torch.cat([s.tokens for s in sequences])  # [k]
     steps, token_step = batch.token_step[tokens].unique(return_inverse=True)  # [s], [k]
-    return MicroBatch(
-        ids=pad_sequence([s.ids for s in sequences], batch_first=True),
-        is_action=pad_sequence([s.is_action for s in sequences], batch_first=True),
-        tokens=tokens,
-        steps=steps,
-        token_step=token_step,
-        pictures=[(row, *picture) for row, s in enumerate(sequences) for picture in s.pictures],
-    )
+    ids = pad_sequence([s.ids for s in sequences], batch_first=True)
+    is_action = pad_sequence([s.is_action for s in sequences], batch_first=True)
+    pictures = [(row, *picture) for row, s in enumerate(sequences) for picture in s.pictures]
+    return MicroBatch(ids, is_action, tokens, steps, token_step, pictures)
 
 
 def nothing(batch: Batch) -> MicroBatch:

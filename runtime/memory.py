@@ -192,20 +192,15 @@ def setting_of(args, cards: int) -> Setting:
     elif hasattr(args, "prm_score") and not args.policy_lora_rank:  # PRIME's: on a float32 copy
         own_base = 4
     episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
-    longest, share = args.max_context_tokens, run_args.engine_gpu_share
-    return Setting(
-        tokens=min(max(run_args.micro_batch_tokens, longest), episodes * longest),
-        action_share=min(1.0, args.max_steps * args.max_action_tokens / longest),
-        lora_rank=args.policy_lora_rank,
-        prm_rank=rank,
-        prm_copy=hasattr(args, "prm_learning_rate") and not rank,
-        own_base=own_base,
-        dtype=run_args.dtype,
-        recompute=run_args.gradient_checkpointing,
-        freeze_vision=getattr(args.world, "freeze_vision", False),
-        cards=cards,
-        engine_share=0.0 if run_args.engine_url or run_args.engine == "hf" else share,
-    )
+    is_elsewhere, longest = run_args.engine_url or run_args.engine == "hf", args.max_context_tokens
+    share = 0.0 if is_elsewhere else run_args.engine_gpu_share
+    tokens = min(max(run_args.micro_batch_tokens, longest), episodes * longest)
+    written = min(1.0, args.max_steps * args.max_action_tokens / longest)
+    copied, frozen = hasattr(args, "prm_learning_rate"), getattr(args.world, "freeze_vision", False)
+    told = dict(lora_rank=args.policy_lora_rank, prm_rank=rank, prm_copy=copied and not rank)
+    told |= dict(own_base=own_base, freeze_vision=frozen, cards=cards, engine_share=share)
+    told |= dict(dtype=run_args.dtype, recompute=run_args.gradient_checkpointing)
+    return Setting(tokens, written, **told)
 
 
 def tell_if_too_much(config, args, cards: int, card: float | None) -> None:

@@ -40,7 +40,7 @@ def connected(monkeypatch) -> None:
             group.broadcast(post_iter_func(item), src)
 
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
-    monkeypatch.setitem(servers.TRANSFERS, "cpu", "loopback")
+    monkeypatch.setattr(servers, "TRANSFER", "loopback")
     monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", lambda info: Group(info, 0))
     monkeypatch.setattr(nccl_engine, "packed_nccl_broadcast_producer", broadcast_each)
 

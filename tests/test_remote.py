@@ -656,13 +656,12 @@ def test_a_whole_policy_goes_from_memory_to_memory(tmp_path, monkeypatch):
         assert "/v1/load_lora_adapter" in [path for path, _ in fake.paths]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_weights_go_by_files_unless_both_sides_can_do_otherwise(
-    device, fake, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_weights_go_by_files_unless_both_sides_can(has_gpu, fake, tmp_path, monkeypatch):
     """A server without the flag, and a trainer without a GPU whose server has it."""
-    monkeypatch.setitem(servers.TRANSFERS, "cpu" if device == "cuda" else "cuda", "nccl")
-    fake[0].config["weight_transfer_config"] = {"backend": "nccl"} if device == "cpu" else None
+    if has_gpu:
+        monkeypatch.setattr(servers, "TRANSFER", "nccl")
+    fake[0].config["weight_transfer_config"] = None if has_gpu else {"backend": "nccl"}
     args, model = args_for(fake[1]), tiny()
     engine = engine_of(args, tmp_path)
     engine.load(model)
@@ -672,7 +671,7 @@ def test_weights_go_by_files_unless_both_sides_can_do_otherwise(
 
 def test_a_broadcast_that_does_not_end_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "BACK_WITHIN", 0.3)
-    monkeypatch.setitem(servers.TRANSFERS, "cpu", "loopback")
+    monkeypatch.setattr(servers, "TRANSFER", "loopback")
     monkeypatch.setattr(servers.Server, "receive", lambda *_: time.sleep(60))
     with listening(Receiver()) as url:
         engine = engine_of(args_for(url), tmp_path)

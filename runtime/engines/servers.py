@@ -32,7 +32,8 @@ BACK_WITHIN = 600.0  # seconds that all servers may be away
 SEEN_WITHIN = 10.0  # seconds until the first weights are seen, by whatever file system
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
 TRIES = 3  # losses in a row, for each server, without a sample
-TRANSFERS = {"cuda": "nccl"}  # the trainer's device: --weight-transfer-config of a server
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TRANSFER = {"cuda": "nccl"}.get(DEVICE, "none")  # from memory, where a server was started with it
 EXTENSION = "runtime.engines.server_extension.PolicyWeights"
 STARTED = "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-scale-out"
 NOT_AN_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError)  # of JSON
@@ -53,15 +54,14 @@ class Weights(NamedTuple):
 class Memory:
     """A whole policy's weights as vLLM's transfer by NCCL reads them, tensor by tensor."""
 
-    weights, device = {}, None  # {name: tensor on the CPU}; the trainer's device
-    backend = ""  # which this device has, by TRANSFERS
+    weights: dict[str, torch.Tensor] = {}  # on the CPU
 
     def metadata(self) -> list:
         named = self.weights.items()
         return [SimpleNamespace(name=name, dtype=w.dtype, shape=w.shape) for name, w in named]
 
     def __iter__(self):
-        return ((name, weight.to(self.device)) for name, weight in self.weights.items())
+        return ((name, weight.to(DEVICE)) for name, weight in self.weights.items())
 
 
 class Server:
@@ -154,7 +154,7 @@ class ServerEngine:
         """Have a server sample with the policy's weights. Raises LostError, EngineError."""
         (version, path, adapter), before = self.weights, server.weights
         if not before or before.version != version:
-            if server.backend == self.memory.backend:
+            if server.backend == TRANSFER and not adapter:
                 await self.send(server)
             else:
                 order = {"method": "take_policy", "args": [path]}
@@ -172,11 +172,10 @@ class ServerEngine:
         """Broadcast a whole policy to a server's workers. Raises LostError, EngineError."""
         sent = Future()  # of a daemon: a broadcast to a worker that has died never returns
         threading.Thread(target=server.receive, args=(self.memory, sent), daemon=True).start()
-        try:
-            error = await asyncio.wait_for(asyncio.wrap_future(sent), BACK_WITHIN)
-        except TimeoutError as late:
-            raise EngineError(f"{server.url} took no weights in {BACK_WITHIN:.0f} s") from late
-        if error:
+        await asyncio.wait([asyncio.wrap_future(sent)], timeout=BACK_WITHIN)
+        if not sent.done():
+            raise EngineError(f"{server.url} took no weights in {BACK_WITHIN:.0f} s")
+        if error := sent.result():
             raise LostError(f"{server.url} took no weights ({first_line(error)})") from error
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
@@ -293,9 +292,8 @@ class ServerEngine:
         else:
             weights = dense_weights(model, self.args.run_args.dtype)
             assert_finite(weights.items())
-            self.memory.weights, self.memory.device = weights, next(model.parameters()).device
-            self.memory.backend = TRANSFERS.get(self.memory.device.type, "")
-            if is_first and {s.backend for s in self.servers} != {self.memory.backend}:
+            self.memory.weights = weights
+            if is_first and {server.backend for server in self.servers} != {TRANSFER}:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(path.name, str(path))
         if failed := processes.broadcast(asyncio.run(self.hand_over()) if is_first else ""):
@@ -315,18 +313,15 @@ class ServerEngine:
 
 def missing_flags(config: dict, args) -> str:
     """What a server of this configuration has to be started with besides."""
-
-    def of(part: str, name: str):
-        return (config.get(f"{part}_config") or {}).get(name)
-
+    model, lora, parallel = (config.get(f"{p}_config") or {} for p in ("model", "lora", "parallel"))
     dtype, rank, length = args.run_args.dtype, args.policy_lora_rank, args.max_context_tokens
     most = lora_rank_for(rank)
     wrong = {
-        "--logprobs-mode processed_logprobs": of("model", "logprobs_mode") != "processed_logprobs",
-        f"--dtype {dtype}": of("model", "dtype") != f"torch.{dtype}",
-        f"--max-model-len {length}": (of("model", "max_model_len") or 0) < length,
-        f"--enable-lora --max-lora-rank {most}": (of("lora", "max_lora_rank") or 0) < rank,
-        f"--worker-extension-cls {EXTENSION}": of("parallel", "worker_extension_cls") != EXTENSION,
+        "--logprobs-mode processed_logprobs": model.get("logprobs_mode") != "processed_logprobs",
+        f"--dtype {dtype}": model.get("dtype") != f"torch.{dtype}",
+        f"--max-model-len {length}": (model.get("max_model_len") or 0) < length,
+        f"--enable-lora --max-lora-rank {most}": (lora.get("max_lora_rank") or 0) < rank,
+        f"--worker-extension-cls {EXTENSION}": parallel.get("worker_extension_cls") != EXTENSION,
     }
     return " ".join(flag for flag, is_wrong in wrong.items() if is_wrong)
 

@@ -37,22 +37,15 @@ class VllmEngine(Engine):
         from vllm import LLM
 
         self.cuda = torch.cuda.is_available()
-        config = AutoConfig.from_pretrained(path, trust_remote_code=args.run_args.trust_remote_code)
+        given, trust = args.run_args, args.run_args.trust_remote_code
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         self.image_token = getattr(config, "image_token_id", None)  # of a model that sees
-        settings = dict(
-            dtype=args.run_args.dtype,
-            seed=args.seed,
-            max_model_len=args.max_context_tokens,
-            skip_tokenizer_init=True,
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            load_format="safetensors",
-            use_tqdm_on_load=False,
-            trust_remote_code=args.run_args.trust_remote_code,
-        )
+        settings = dict(dtype=given.dtype, max_model_len=args.max_context_tokens)
+        settings |= dict(logprobs_mode="processed_logprobs", seed=args.seed)
+        settings |= dict(load_format="safetensors", trust_remote_code=trust)
+        settings |= dict(skip_tokenizer_init=True, disable_log_stats=True, use_tqdm_on_load=False)
         if self.cuda:
-            share = args.run_args.engine_gpu_share
-            settings |= dict(gpu_memory_utilization=share, enable_sleep_mode=True)
+            settings |= dict(gpu_memory_utilization=given.engine_gpu_share, enable_sleep_mode=True)
         else:
             # With vLLM's own 128 short turns are computed again: a prefix is kept in whole blocks.
             settings |= dict(enforce_eager=True, block_size=32, max_num_batched_tokens=8192)
@@ -139,13 +132,11 @@ class VllmEngine(Engine):
         from vllm.sampling_params import RequestOutputKind
 
         if (known := repr(ours)) not in self.params:
-            self.params[known] = SamplingParams(
-                **ours.asked(self.stop_ids),
-                logit_bias=dict.fromkeys(self.never, -100.0) or None,  # the most that vLLM takes
-                detokenize=False,
-                skip_clone=True,  # a deep copy for each request is a twentieth of a rollout
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            asked = ours.asked(self.stop_ids) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+            never = dict.fromkeys(self.never, -100.0)  # the most that vLLM takes
+            asked |= {"logit_bias": never or None, "detokenize": False}
+            asked |= {"skip_clone": True}  # a deep copy for each is a twentieth of a rollout
+            self.params[known] = SamplingParams(**asked)
         return self.params[known]
 
     def prompt(self, context: list[int]) -> dict:
@@ -154,11 +145,9 @@ class VllmEngine(Engine):
             return {"prompt_token_ids": context}
         firsts, pngs = zip(*pictures)
         seen = [i for i, token in enumerate(context) if token != self.image_token or i in firsts]
-        return {
-            "prompt_token_ids": [context[i] for i in seen],
-            "multi_modal_data": {"image": [*map(opened, pngs)]},
-            "multi_modal_uuids": {"image": [hashlib.sha256(png).hexdigest() for png in pngs]},
-        }
+        images, uuids = [*map(opened, pngs)], [hashlib.sha256(png).hexdigest() for png in pngs]
+        told = {"multi_modal_data": {"image": images}, "multi_modal_uuids": {"image": uuids}}
+        return {"prompt_token_ids": [context[i] for i in seen]} | told
 
     def load(self, model) -> None:
         """Take the policy's weights; what the old ones computed is forgotten."""

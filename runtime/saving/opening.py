@@ -147,11 +147,9 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
         named = ", ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in lost)
         began = f"another version of {script}.py began this run with {named}"
         sys.exit(f"--resume {path}: {began}, which this one does not have")
-    differ = [
-        f"--{name.replace('_', '-')} {value}, was {shown(saved.get(name))}"
-        for name, value in ours.items()
-        if name not in FREE and name not in override and value != saved.get(name)
-    ]
+    bound = {n: v for n, v in ours.items() if n not in FREE and n not in override}
+    others = [n for n, v in bound.items() if v != saved.get(n)]
+    differ = [f"--{n.replace('_', '-')} {ours[n]}, was {shown(saved.get(n))}" for n in others]
     if differ:
         advice = "give its flags, or name them in --override"
         sys.exit(f"--resume {path}: other flags than the run's ({', '.join(differ)}); {advice}")
@@ -210,6 +208,9 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
     packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    cores, cpu = len(os.sched_getaffinity(0)), cpu[1] if cpu else platform.machine()
+    hardware = {"cpu": cpu, "cores": cores, "gpu": gpus}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "world": env.name,
@@ -218,12 +219,7 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
         "versions": {"python": platform.python_version()} | {p.name: p.version for p in packages},
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("status", "--porcelain"),
-        "hardware": {
-            "cpu": cpu[1] if cpu else platform.machine(),
-            "cores": len(os.sched_getaffinity(0)),
-            "gpu": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "memory_gib": round(memory, 1),
-        },
+        "hardware": hardware | {"memory_gib": round(memory, 1)},
         "hashes": hashes,
     }
 

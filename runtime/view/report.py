@@ -108,10 +108,9 @@ def open_board(path: Path, wandb_id: str, flags: dict, quiet: bool):
     try:
         return wandb.init(**options, settings=wandb.Settings(**wait))
     except Exception as error:  # network, key and service have no common class
-        secret = os.environ.get("WANDB_API_KEY") or "\n"
-        reason = shown(str(error).split("\n")[0].replace(secret, "..."))
+        secret, said = os.environ.get("WANDB_API_KEY") or "\n", str(error).split("\n")[0]
         way = "the run goes on as with WANDB_MODE=offline, and `wandb sync` sends it later"
-        warn(f"--track: W&B cannot be had ({reason}); {way}")
+        warn(f"--track: W&B cannot be had ({shown(said.replace(secret, '...'))}); {way}")
     wandb.teardown()  # its service holds the run half open
     return wandb.init(**options, mode="offline")
 
