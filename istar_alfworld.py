@@ -16,7 +16,7 @@ pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adap
 Other changes to istar_paper_alfworld.py: r_phi minus its regression on log pi_old, skill, replay,
 ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
 
-    python istar_alfworld.py                          # the tiny model: 60 minutes on one CPU core
+    python istar_alfworld.py                          # the tiny model: 40 minutes on one CPU core
     python istar_alfworld.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-steps 50 --max-action-tokens 512 --max-context-tokens 32768 --gradient-checkpointing \
         --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5  # one card of 80 GB
@@ -51,7 +51,7 @@ class Args:
     max_context_tokens: int = 2048  # Longest context [tokens]; a longer episode is truncated.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
-    iterations: int = 160  # Number of iterations; each has a rollout and its updates.
+    iterations: int = 120  # Number of iterations; each has a rollout and its updates.
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
     group_size: int = 8  # Episodes per task: a group (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training, and of all log-probabilities.
