@@ -308,6 +308,12 @@ def test_a_run_is_not_resumed_on_other_games(released):
     assert len({*hashes, hash_files(released)}) == 3
 
 
+def test_a_split_without_released_games_is_refused():
+    args = SimpleNamespace(world=AlfWorldArgs(alfworld_split="valid_unseen"), max_steps=20)
+    with pytest.raises(SystemExit, match="--alfworld-split valid_unseen: it is for"):
+        AlfWorld.from_args(args)
+
+
 def test_a_damaged_game_file_is_one_line_that_names_it(released):
     path = sorted(released.glob("*/valid_seen/**/game.tw-pddl"))[0]
     whole = path.read_text()

@@ -138,6 +138,9 @@ class AlfWorld:
     def from_args(cls, args) -> "AlfWorld":
         """The environment of a script's flags; exits with one line where they cannot be used."""
         flags = args.world
+        if flags.alfworld_split != "valid_seen" and not flags.alfworld_data:
+            reason = "it is for --alfworld-data; generated houses have one panel"
+            sys.exit(f"--alfworld-split {flags.alfworld_split}: {reason}")
         try:
             return cls(
                 flags.alfworld_data or None,
