@@ -47,6 +47,7 @@ def pretend(port: int) -> None:
     choice = {"token_ids": [*range(ANSWER)], "logprobs": {"content": tokens}}
     choice["weight_versions"] = [{"version": "the policy's"}]
     answers = {"/server_info": {"vllm_config": config}}
+    answers |= {"/get_world_size": {"world_size": 1}}
     answers["/inference/v1/generate"] = {"choices": [choice]}
 
     async def answer(request):
