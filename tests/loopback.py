@@ -27,6 +27,13 @@ class Group:
             content = bytearray(self.store.get(f"{self.sent}"))
             tensor.copy_(torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape))
 
+    def received(self, info):
+        """(name, tensor) of each weight that an update announces."""
+        for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes):
+            weight = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.broadcast(weight, src=0)
+            yield name, weight
+
     def destroy(self) -> None:
         pass
 
@@ -63,10 +70,7 @@ def register() -> None:
             self.model_update_group = Group(info, info.rank_offset)
 
         def receive_weights(self, info):
-            for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes):
-                weight = torch.empty(shape, dtype=getattr(torch, dtype))
-                self.model_update_group.broadcast(weight, src=0)
-                self.model.load_weights([(name, weight)])
+            self.model.load_weights(self.model_update_group.received(info))
 
         def finish_weight_update(self):
             super().finish_weight_update()

@@ -108,10 +108,14 @@ class Fake:
         weights = {}
         for file in path.glob("*.safetensors"):
             weights |= load_file(file)
+        self.has(weights)
+        return 200, {"results": [None]}
+
+    def has(self, weights: dict) -> None:
+        """These are the server's weights now."""
         self.model = tiny()
         missing, unknown = self.model.load_state_dict(weights, strict=False)
         assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
-        return 200, {"results": [None]}
 
     @torch.no_grad()
     def sample(self, body: dict) -> tuple[int, object]:
@@ -221,6 +225,17 @@ def engine_of(args, home: Path) -> ServerEngine:
 
 
 # ------------ samples and weights ------------
+
+
+def follows(engine, model, args, updates: int, most: float) -> None:
+    """The servers have the trainer's log-probabilities after each of these updates."""
+    contexts = contexts_of(model)
+    for update in range(updates):
+        if update:
+            move(model, update)
+            assert gap(engine, model, args, contexts) > 1e-2  # the update is felt at all
+        engine.load(model)
+        assert gap(engine, model, args, contexts) < most
 
 
 @pytest.mark.parametrize("rank", (0, 4), ids=("whole", "LoRA"))
@@ -596,7 +611,7 @@ class Receiver(Fake):
     def __init__(self):
         super().__init__()
         self.config["weight_transfer_config"] = {"backend": "loopback"}
-        self.groups, self.joined = [], 0
+        self.groups = []
         self.dies = False  # it goes, with its workers, before it takes any weight
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
@@ -610,13 +625,7 @@ class Receiver(Fake):
         if path == "/update_weights" and not self.dies:
             self.paths.append((path, body))
             for group in self.groups:
-                weights = {}
-                for name, dtype, shape in zip(info.names, info.dtype_names, info.shapes):
-                    weights[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-                    group.broadcast(weights[name], src=0)
-                self.model = tiny()
-                missing, unknown = self.model.load_state_dict(weights, strict=False)
-                assert not unknown and set(missing) <= {"lm_head.weight"}
+                self.has(dict(group.received(info)))
         if path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
             return (500, {"error": "no worker"}) if self.dies else (200, {})
         return super().answer(path, body)
@@ -631,12 +640,7 @@ def test_a_whole_policy_goes_from_memory_to_memory(tmp_path, monkeypatch):
     with listening(fake) as url:
         args.run_args.engine_url = (url,)
         engine, contexts = engine_of(args, tmp_path), contexts_of(model)
-        for update in range(3):
-            if update:
-                move(model, update)
-                assert gap(engine, model, args, contexts) > 1e-2
-            engine.load(model)
-            assert gap(engine, model, args, contexts) < 1e-5
+        follows(engine, model, args, 3, 1e-5)
         assert not [*tmp_path.rglob("*.safetensors")]
         begun = [body["init_info"] for path, body in fake.paths if path.startswith("/init")]
         assert [info["world_size"] for info in begun] == [3]
@@ -744,12 +748,7 @@ def test_vllms_server_has_the_trainers_log_probabilities(started, tmp_path):
         model, args = tiny(), args_for(started.url, rank=rank)
         model = adapted(model, "policy", "prm") if rank else model
         engine, contexts = engine_of(args, tmp_path), contexts_of(model)
-        for update in range(4):
-            if update:
-                move(model, update)
-                assert gap(engine, model, args, contexts) > 1e-2  # the update is felt at all
-            engine.load(model)
-            assert gap(engine, model, args, contexts) < 1e-3
+        follows(engine, model, args, 4, 1e-3)
         torch.manual_seed(0)
         once = answers(engine, contexts, sampling_of())
         torch.manual_seed(0)
@@ -780,13 +779,7 @@ def test_vllms_server_takes_weights_from_memory(tmp_path, monkeypatch):
     server = Started(tmp_path, free_port(), "--weight-transfer-config", transfer)
     try:
         model, args = tiny(), args_for(server.url)
-        engine, contexts = engine_of(args, tmp_path), contexts_of(model)
-        for update in range(4):
-            if update:
-                move(model, update)
-                assert gap(engine, model, args, contexts) > 1e-2
-            engine.load(model)
-            assert gap(engine, model, args, contexts) < 1e-3
+        follows(engine_of(args, tmp_path), model, args, 4, 1e-3)
         assert not [*tmp_path.rglob("*.safetensors")]
     finally:
         server.kill()

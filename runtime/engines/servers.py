@@ -107,8 +107,7 @@ class ServerEngine:
         self.restarts, self.fruitless = 0, 0  # losses; those since the last sample
         self.name, self.updates = processes.broadcast(uuid.uuid4().hex[:8]), 0
         self.servers = [Server(url) for url in args.run_args.engine_url]
-        self.memory = Memory()
-        self.homes = WeakKeyDictionary()  # of an episode's task: the server that has its prefix
+        self.memory, self.homes = Memory(), WeakKeyDictionary()  # {task: where its prefix is}
         asyncio.run(self.check())
 
     def connected(self):
