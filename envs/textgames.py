@@ -135,6 +135,10 @@ class TextArena(Seeded):
             env = env.env
         self.env = env
         env.reset(num_players=1, seed=seed)
+        refuse = env.state.set_invalid_move
+        ordered = functools.partial(sorted, key=lambda value: not isinstance(value, str))
+        # some games exchange the reason and the reward
+        env.state.set_invalid_move = lambda *values, **named: refuse(*ordered(values), **named)
         self.start = self.said()
 
     def act(self, words: str) -> Said:
@@ -142,9 +146,11 @@ class TextArena(Seeded):
         return self.said(bool(done))
 
     def said(self, done: bool = False) -> Said:
-        """What is new since the last call, without the player's own words."""
+        """What is new since the last call, without the player's own words. Some games log these
+        with the arguments exchanged: the text is then a number."""
         _, messages = self.env.get_observation()
-        told = [(kind.name, text) for _, text, kind in messages if kind.name != "PLAYER_ACTION"]
+        heard = [(kind, text) for _, text, kind in messages if isinstance(text, str)]
+        told = [(kind.name, text) for kind, text in heard if kind.name != "PLAYER_ACTION"]
         board = "\n".join(text for kind, text in told if kind == "GAME_BOARD")
         texts = [self.same.sub("", text) for _, text in told]
         rewards, about = self.env.close() if done else (None, {0: {}})
@@ -156,7 +162,10 @@ class TextArena(Seeded):
 
 class TextWorldExpress(Seeded):
     """A game of TextWorldExpress (Jansen and Côté, arXiv 2208.01174); one Java process runs all.
-    Its score is from 0 to 1, and below 0 where the game is lost."""
+    Its score is from 0 to 1, and below 0 where the game is lost. Java keeps the things of `sorting`
+    once for all episodes: there an episode whose turn it is again is played again up to there."""
+
+    last = None  # the game that was begun last
 
     @staticmethod
     @functools.cache
@@ -185,11 +194,20 @@ class TextWorldExpress(Seeded):
         self.server = self.java()._gateway.jvm.textworldexpress.runtime.PythonInterface()
         if fault := self.server.load(name, ""):
             raise GameError(fault)
-        self.actions = []
-        start = self.said(self.server.generateNewGameJSON(seed, fold, False))
+        self.key, self.shares, self.told = (seed, fold, False), name == "sorting", []
+        start = self.said(self.begin())
         self.start = start._replace(text=f"{self.server.getTaskDescription()}\n\n{start.text}")
 
+    def begin(self) -> str:
+        TextWorldExpress.last = self
+        return self.server.generateNewGameJSON(*self.key)
+
     def act(self, words: str) -> Said:
+        if self.shares and TextWorldExpress.last is not self:
+            self.begin()
+            for earlier in self.told:
+                self.server.stepJSON(earlier)
+        self.told.append(words)
         valid = words in self.actions
         return self.said(self.server.stepJSON(words))._replace(valid=valid)
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -22,13 +23,14 @@ from envs.alfworld import (
     AlfWorld,
     AlfWorldArgs,
     DataError,
+    Episode,
     Game,
     expert,
     rooms_for,
 )
 from envs.alfworld.houses import FIRST, draw, make_game
 from envs.alfworld.package import constants, directory
-from envs.alfworld.plan import shortest, way, wish_of
+from envs.alfworld.plan import house, shortest, way, wish_of
 from runtime.saving.files import hash_files
 
 import pytest
@@ -335,11 +337,57 @@ def test_a_damaged_game_file_is_one_line_that_names_it(released):
     with pytest.raises(SystemExit, match="game.tw-pddl"):
         AlfWorld.from_args(args)
 
-    path.write_text(game_file(GOLDEN[0], pddl_problem=problem.replace("(objectType Box", "(x Bx")))
+
+def test_a_training_game_that_cannot_be_won_is_found_at_the_start(released):
+    """Also one that is won at once, and facts that the domain does not have."""
+    path = sorted(released.glob("*/train/**/game.tw-pddl"))[5]
+    args = SimpleNamespace(world=AlfWorldArgs(alfworld_data=str(released)), max_steps=50)
+    problem = GOLDEN[0]["pddl_problem"]
+    start, goal = problem.split("(:goal")
+    wrong = {
+        problem.replace("(objectType Box", "(x Bx"): "is no object",
+        start.replace("(:init", "(:init (holds agent1)") + "(:goal" + goal: "(holds agent1)",
+        start.replace("(:init", "(:init (canContain)") + "(:goal" + goal: "(cancontain)",
+        start + "(:goal (and)))": "holds at the start",
+        start + "(:goal (or)))": "neither its walkthrough nor a search",
+        start + "(:goal (exists (?a - agent) (flies ?a))))": "neither its walkthrough",
+        start + "(:goal (exists (?b - bird) (isHot ?b))))": "neither its walkthrough",
+        re.sub(r"\(receptacleAtLocation [^()]*\)", "", problem): "neither its walkthrough",
+    }
+    for text, words in wrong.items():
+        path.write_text(game_file(GOLDEN[0], pddl_problem=text))
+        with pytest.raises(SystemExit) as exit:
+            AlfWorld.from_args(args)
+        line = str(exit.value)
+        assert str(path) in line and words in line and "\n" not in line, line
+    path.write_text(game_file(GOLDEN[0], solvable="false"))
+    with pytest.raises(SystemExit, match="its solvable is neither true nor false"):
+        AlfWorld.from_args(args)
+
+    # a walkthrough of an older release, and one that does not win: both games can be played
+    way = GOLDEN[0]["walkthrough"]
+    for told in ([*way[:-1], way[-1].replace("move", "put").replace(" to ", " in/on ")], way[:-1]):
+        path.write_text(game_file(GOLDEN[0], walkthrough=told))
+        env = AlfWorld(str(released))
+        episode = env.reset(env.files.index(path))
+        *_, info = [episode.step(said(words)) for words in episode.house.walkthrough][-1]
+        assert info["success"]
+
+
+def test_games_that_are_left_out_are_counted_and_links_are_followed(released, tmp_path_factory):
+    first, second, *_ = sorted(released.glob("*/train/**/game.tw-pddl"))
+    first.write_text(game_file(GOLDEN[0], solvable=False))
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "trial"
+    second.parent.rename(elsewhere)
+    second.parent.symlink_to(elsewhere)
     env = AlfWorld(str(released))
-    with pytest.raises(DataError, match="game.tw-pddl: ") as error:
-        [env.reset(task) for task in env.eval_tasks]
-    assert "\n" not in str(error.value)
+    assert "without 1 that cannot be solved" in env.name and second in env.files
+    elsewhere.rename(elsewhere.with_name("gone"))
+    with pytest.raises(DataError, match="a link to nothing"):
+        AlfWorld(str(released))
+    args = SimpleNamespace(world=AlfWorldArgs(alfworld_data="d" * 300), max_steps=50)
+    with pytest.raises(SystemExit, match="--alfworld-data d+: File name too long"):
+        AlfWorld.from_args(args)
 
 
 def test_directories_without_games_are_one_line(released, tmp_path_factory):
@@ -435,6 +483,25 @@ def test_which_commands_are_listed():
             assert "You can: " not in episode.step(said(f"examine {there}"))[0]
             again, *_ = episode.step(said("go to nowhere"))
             assert f"open {there}" in again  # what is possible, after what was not
+
+
+def test_steps_with_one_anchor_are_in_one_state():
+    """Also with things that were moved between receptacles of one place, which only `look` tells."""
+    env, revisits = AlfWorld(max_steps=80), 0
+    for number, recording in enumerate(GOLDEN):
+        home = house(recording["pddl_problem"], recording["task"])
+        told, rng = {}, random.Random(number)
+        for _ in range(2):
+            episode = Episode(env, home)
+            while not episode.done:
+                play = episode.play
+                moves = [w for w in play.admissible if w.startswith(("take", "move"))]
+                likely = moves if moves and rng.random() < 0.7 else play.admissible
+                episode.step(said(rng.choice(likely)))
+                state = play.look(), play.inventory(), play.admissible
+                revisits += episode.anchor in told
+                assert told.setdefault(episode.anchor, state) == state
+    assert revisits > 1000
 
 
 def test_anchors_tell_states_apart_as_the_flag_says():

@@ -18,8 +18,10 @@ from conftest import ROOT, run_main
 
 FAKES = {
     "textarena:Doors-v0": ("up", "down", "left", "right"),
+    "textarena:Swapped-v0": ("up", "down", "left", "right"),
     "gem:game:Count-v0": ("0", "1"),
     "twx:coin": ("wait", "look"),
+    "twx:sorting": ("wait", "look", "take coin"),
 }
 WAYS = ("up", "down", "left", "right")
 REAL = {  # each with some actions
@@ -33,6 +35,8 @@ REAL = {  # each with some actions
     "twx:coin": ("look around", "move north", "move south", "move east", "move west"),
     "twx:twc": ("look around", "move north", "move south", "inventory"),
     "twx:simonsays": ("slice apple", "eat apple"),
+    "twx:sorting": ("look around", "inventory", "take 4l of glass", "put 4l of glass in box"),
+    "textarena:Countdown-v0": ("0 1 +", "0 1 *", "2 1 -", "0 9 +"),
 }
 PACKAGES = ("textarena", "gem", "textworld_express")
 
@@ -75,11 +79,12 @@ def assert_apart(game: str, actions) -> None:
     """Two interleaved episodes are as two alone, and the process's generators stay as they are."""
     before = random.getstate(), np.random.get_state()
     env = TextGame(game, max_steps=12)
-    tasks, alone = env.eval_tasks[:2], []
-    for task in tasks:
-        episode, draw = env.reset(task), random.Random(task)
+    tasks, alone = [*env.eval_tasks[:2], env.eval_tasks[0]], []  # also two of one task
+    for number, task in enumerate(tasks):
+        episode, draw = env.reset(task), random.Random(number)
         alone.append([episode.prompt] + [told_by(episode, actions, draw) for _ in range(12)])
-    episodes, draws = [env.reset(task) for task in tasks], [random.Random(task) for task in tasks]
+    episodes = [env.reset(task) for task in tasks]
+    draws = [random.Random(number) for number, _ in enumerate(tasks)]
     together = [[episode.prompt] for episode in episodes]
     for _ in range(12):
         for episode, draw, told in zip(episodes, draws, together):
@@ -154,6 +159,18 @@ def test_what_the_player_sees_and_gets(fakes):
         episode.own.step(answer("up"))
     assert env.summary() == {"finished": 1.0, "refused": 0.25, "unread": 0.0}
     assert env.summary() == {}
+
+
+def test_a_game_that_exchanges_arguments_is_played(fakes):
+    env = TextGame("textarena:Swapped-v0")
+    episode = env.reset(0)
+    observation, _, _, info = episode.step(answer("fly"))
+    assert observation.startswith("No such door!") and not info["valid"]
+    observation, reward, done, info = env.reset(0).step(answer(episode.game.env.door))
+    assert observation.startswith("You went") and info["valid"]
+    _, reward, done, info = episode.step(answer("fly"))
+    assert (reward, done, info["valid"]) == (0.0, True, False)
+    assert env.summary()["unread"] == 0
 
 
 def play(env, *words):

@@ -14,6 +14,17 @@ CHANGING = frozenset(
     "atlocation inreceptacle objectatlocation opened holds holdsany isclean ishot iscool ison "
     "istoggled issliced".split()
 )
+# all predicates of alfred.pddl: the number of objects that each is about
+PREDICATES = dict.fromkeys(
+    "openable opened isreceptacleobject isreceptacleobjectfull checked examined holdsany "
+    "holdsanyreceptacleobject full isclean cleanable ishot heatable iscool coolable pickupable "
+    "moveable toggleable ison istoggled sliceable issliced".split(),
+    1,
+) | dict.fromkeys(
+    "atlocation receptacleatlocation objectatlocation inreceptacle inreceptacleobject "
+    "wasinreceptacle receptacletype cancontain objecttype holds".split(),
+    2,
+)
 MOST_NESTED = 64  # brackets within brackets
 WORDS = re.compile(r"[()]|[^\s()]+")
 COSTS = re.compile(r"\(\s*=\s*\([^()]*\)\s*[0-9.]+\s*\)")  # distances, hundreds of them
@@ -115,6 +126,8 @@ def read_problem(text: str) -> Problem:
         if not names.issuperset(fact[1:]):
             unknown = next(name for name in fact[1:] if name not in names)
             raise ProblemError(f"{unknown[:60]} is in a fact and is no object")
+        if PREDICATES.get(fact[0]) != len(fact) - 1:
+            raise ProblemError(f"({' '.join(fact)[:60]}) is no fact of the domain")
         facts.add(tuple(fact))
     return Problem(kinds, frozenset(facts), parts[":goal"][0])
 

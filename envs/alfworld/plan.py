@@ -5,12 +5,14 @@ that is done at a receptacle: put down what is held, take the thing, clean it, m
 The commands between them follow: going there, and opening what is closed.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import permutations
 
 from envs.alfworld.game import TREATMENTS, Game, Play
 from envs.alfworld.pddl import needed
 
+PUT = re.compile(r"put (.+?) (?:in/on|in|on) (.+)")
 TYPES = (
     "pick_and_place_simple",
     "look_at_obj_in_light",
@@ -234,3 +236,34 @@ def way(play: Play, wish: Wish) -> list[str] | None:
     """The commands of a shortest way to the goal; None where there is none."""
     found = shortest(play, wish)
     return found and commands(play, found[1])[: found[0]]
+
+
+# --- a game with what is known about it -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class House:
+    """A game and what is known about it. distance: the fewest commands to its goal."""
+
+    game: Game
+    kind: str
+    wish: Wish | None
+    walkthrough: tuple[str, ...]
+    distance: int | None
+
+
+def house(problem: str, sentence: str, walkthrough=()) -> House:
+    game, walkthrough = Game(problem, sentence), tuple(walkthrough)
+    wish = wish_of(game)
+    play = game.start()
+    best = shortest(play, wish) if wish else None
+    if best and not walkthrough:
+        walkthrough = commands(play, best[1])[: best[0]]
+    kind = wish.kind if wish else "other"
+    return House(game, kind, wish, tuple(walkthrough), best and best[0])
+
+
+def understood(words: str) -> str:
+    """A command as the engine has it: older releases say "put X in/on Y" for "move X to Y"."""
+    match = PUT.fullmatch(words)
+    return f"move {match.group(1)} to {match.group(2)}" if match else words

@@ -5,15 +5,22 @@ walkthrough. The domain and the rest of the grammar are alfworld's own, and are 
 """
 
 import json
+import os
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from envs.alfworld.package import DataError
+from envs.alfworld.pddl import ProblemError
+from envs.alfworld.plan import House, house, understood
+
+from tqdm import tqdm
 
 FILE = "game.tw-pddl"
 SENTENCE = re.compile(r'"Your task is to: ((?:[^"\\]|\\.)*)"')
 DOMAIN = re.compile(r"\(\s*:domain\s+alfred\s*\)", re.IGNORECASE)
+HELD_OUT = 140  # training games that validate, and the most that are a panel of training
 LEFT_OUT = ("movable", "Sliced")  # in a path: task types that nobody evaluates
 
 
@@ -28,19 +35,23 @@ class GameFile:
 def game_files(directory: str, split: str) -> list[Path]:
     """The files of a split, in the order of their paths. Raises DataError where there is none."""
     root = Path(directory)
-    folders = [root / split, *sorted(root.glob(f"*/{split}"))]
-    folder = next((folder for folder in folders if folder.is_dir()), None)
+    try:
+        folders = [root / split, *sorted(root.glob(f"*/{split}"))]
+        folder = next((folder for folder in folders if folder.is_dir()), None)
+    except OSError as error:
+        raise DataError(error.strerror) from None
     if folder is None:
         raise DataError(f"{directory} has no directory {split}")
-    files = [
-        path
-        for path in sorted(folder.rglob(FILE))
-        if not any(words in str(path.relative_to(folder)) for words in LEFT_OUT)
-    ]
-    files = [path for path in files if read_game(path).solvable]
-    if not files:
-        raise DataError(f"{folder} has no {FILE} of a game that can be solved")
-    return files
+    files = []
+    for place, _, names in os.walk(folder, followlinks=True):
+        seen = [Path(place, name) for name in names if not name.startswith(".")]
+        lost = [path for path in seen if not path.exists()]
+        if lost:
+            raise DataError(f"{lost[0]}: a link to nothing")
+        inner = os.path.relpath(place, folder)
+        if FILE in names and not any(words in inner for words in LEFT_OUT):
+            files.append(Path(place, FILE))
+    return sorted(files)
 
 
 def read_game(path: Path) -> GameFile:
@@ -62,7 +73,8 @@ def read_game(path: Path) -> GameFile:
         raise DataError(f"{path}: its pddl_problem is no problem of the domain alfred")
     if not isinstance(walkthrough, list) or not all(isinstance(w, str) for w in walkthrough):
         raise DataError(f"{path}: its walkthrough is no list of commands")
-    solvable = bool(data.get("solvable", True))
+    if not isinstance(solvable := data.get("solvable", True), bool):
+        raise DataError(f"{path}: its solvable is neither true nor false")
     return GameFile(problem, sentence_of(path, data["grammar"]), walkthrough, solvable)
 
 
@@ -76,3 +88,66 @@ def sentence_of(path: Path, grammar: str) -> str:
     except ValueError:
         words = match.group(1)
     return words.removesuffix(".")
+
+
+def released_house(path) -> House | None:
+    """The game of a file, with the file's walkthrough or a shortest way; None where the file says
+    that it cannot be solved. Raises DataError, with the file's name, where it is damaged, or
+    neither of the two wins it."""
+    found = read_game(path)
+    if not found.solvable:
+        return None
+    try:
+        for walkthrough in (map(understood, found.walkthrough), ()):
+            known = house(found.problem, found.sentence, walkthrough)
+            play = known.game.start()
+            if play.won:
+                raise ProblemError("its goal holds at the start")
+            for words in known.walkthrough:
+                play.command(words)
+            if play.won:
+                return known
+    except ProblemError as error:
+        raise DataError(f"{path}: {error}") from None
+    raise DataError(f"{path}: neither its walkthrough nor a search reaches its goal")
+
+
+def split_files(data: str, split: str) -> tuple[list[list], int]:
+    """The released games of the panel, of validation and of training, each panel game once; and how
+    many files say that they cannot be solved. All files are read.
+
+    Validation takes games of the training split, and they are not trained on. The games of one task
+    (a directory has several trials) stay together. The order is random, so that the first games of
+    a panel are of all types.
+    """
+    found = {name: game_files(data, name) for name in dict.fromkeys(["train", split])}
+    files = tqdm(sum(found.values(), []), "games", leave=False, disable=None, delay=1)
+    solvable = {path for path in files if released_house(path)}
+    left_out = sum(map(len, found.values())) - len(solvable)
+    for name, paths in found.items():
+        found[name] = [path for path in paths if path in solvable]
+        if not found[name]:
+            raise DataError(f"{data}: {name} has no {FILE} of a game that can be solved")
+
+    groups = {}
+    for path in found["train"]:
+        groups.setdefault(path.parent.parent, []).append(path)
+    groups = list(groups.values())
+    random.Random("alfworld train").shuffle(groups)
+    most = max(1, min(HELD_OUT, sum(map(len, groups)) // 5))
+
+    validation = held_out(groups, most)
+    tested = held_out(groups, most) if split == "train" else found[split]
+    train = sum(groups, [])
+    if not (tested and validation and train):
+        raise DataError("there are too few training games to hold some of them out")
+    random.Random("alfworld panel").shuffle(tested)
+    return [tested, validation, train], left_out
+
+
+def held_out(groups: list[list], number: int) -> list:
+    """So many games, or a few more, of whole groups, which are taken from the list."""
+    found = []
+    while groups and len(found) < number:
+        found += groups.pop()
+    return found

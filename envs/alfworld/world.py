@@ -11,7 +11,6 @@ prompt, strict parsing of the model's text, a step limit, a split of the tasks, 
 """
 
 import random
-import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -19,21 +18,18 @@ from functools import lru_cache
 from typing import Literal
 
 from envs.alfworld import houses
-from envs.alfworld.game import ANYWHERE, NOTHING, WELCOME, Game
+from envs.alfworld.game import ANYWHERE, NOTHING, WELCOME
 from envs.alfworld.package import DataError
-from envs.alfworld.pddl import ProblemError
-from envs.alfworld.plan import TYPES, Wish, closed, commands, shortest, wish_of
-from envs.alfworld.released import game_files, read_game
+from envs.alfworld.plan import TYPES, House, closed, commands, house, shortest, understood
+from envs.alfworld.released import released_house, split_files
 from envs.response import action_words
 
 # the columns of the published tables, and how many tasks of each the published panel has
 COLUMNS = dict(zip(TYPES, ("pick", "look", "clean", "heat", "cool", "pick_two")))
 SHARES = dict(zip(TYPES, (35, 13, 27, 16, 25, 24)))
 TRAIN_TASKS = 6_000
-HELD_OUT = 140  # released training games that validate, and the most that are a panel of training
 GAMES_KEPT = 64  # read or made lately
 MOST_WORDS = 200  # characters; no command is longer
-PUT = re.compile(r"put (.+?) (?:in/on|in|on) (.+)")
 DERIVED = ("atlocation", "objectatlocation", "holdsany")  # facts that follow from others
 PASSIVE = ("examine", "look", "inventory", "help")
 
@@ -68,28 +64,6 @@ class AlfWorldArgs:
     In both cases nothing happens, and the engine says so."""
 
 
-@dataclass(frozen=True)
-class House:
-    """A game and what is known about it. distance: the fewest commands to its goal."""
-
-    game: Game
-    kind: str
-    wish: Wish | None
-    walkthrough: tuple[str, ...]
-    distance: int | None
-
-
-def house(problem: str, sentence: str, walkthrough=()) -> House:
-    game = Game(problem, sentence)
-    wish = wish_of(game)
-    play = game.start()
-    best = shortest(play, wish) if wish else None
-    if best and not walkthrough:
-        walkthrough = commands(play, best[1])[: best[0]]
-    kind = wish.kind if wish else "other"
-    return House(game, kind, wish, tuple(walkthrough), best and best[0])
-
-
 class AlfWorld:
     """Household tasks by number: the panel, then validation, then training.
 
@@ -116,10 +90,11 @@ class AlfWorld:
         self.house = lru_cache(maxsize=GAMES_KEPT)(self.read if data else self.make)
 
         if data:
-            self.files = split_files(data, split)
-            sizes = [len(part) for part in self.files]
-            self.files = sum(self.files, [])
+            sets, left_out = split_files(data, split)
+            sizes = [len(part) for part in sets]
+            self.files = sum(sets, [])
             source = f"{data}, panel {split}"
+            source += f", without {left_out} that cannot be solved" if left_out else ""
         else:
             self.tasks = panel("panel") + panel("validation")
             sizes = [len(self.tasks) // 2, len(self.tasks) // 2, TRAIN_TASKS]
@@ -166,13 +141,10 @@ class AlfWorld:
         return house(*houses.make_game(wanted, random.Random(f"{seed} things")))
 
     def read(self, task: int) -> House:
-        """A released game. Raises DataError with the file's name where it is damaged."""
-        path = self.files[task]
-        found = read_game(path)
-        try:
-            return house(found.problem, found.sentence, found.walkthrough)
-        except ProblemError as error:
-            raise DataError(f"{path}: {error}") from None
+        """A released game. Raises DataError with the file's name where it was damaged lately."""
+        if known := released_house(self.files[task]):
+            return known
+        raise DataError(f"{self.files[task]}: it was changed during the run")
 
     def reset(self, task: int) -> "Episode":
         if not 0 <= task < self.train_tasks.stop:
@@ -202,37 +174,6 @@ def panel(split: str) -> list[houses.Task]:
     return list(tasks)
 
 
-def split_files(data: str, split: str) -> list[list]:
-    """The released games of the panel, of validation and of training; each panel game once.
-
-    Validation takes games of the training split, and they are not trained on. The games of one task
-    (a directory has several trials) stay together. The order is random, so that the first games of
-    a panel are of all types.
-    """
-    groups = {}
-    for path in game_files(data, "train"):
-        groups.setdefault(path.parent.parent, []).append(path)
-    groups = list(groups.values())
-    random.Random("alfworld train").shuffle(groups)
-    most = max(1, min(HELD_OUT, sum(map(len, groups)) // 5))
-
-    validation = held_out(groups, most)
-    tested = held_out(groups, most) if split == "train" else game_files(data, split)
-    train = sum(groups, [])
-    if not (tested and validation and train):
-        raise DataError("there are too few training games to hold some of them out")
-    random.Random("alfworld panel").shuffle(tested)
-    return [tested, validation, train]
-
-
-def held_out(groups: list[list], number: int) -> list:
-    """So many games, or a few more, of whole groups, which are taken from the list."""
-    found = []
-    while groups and len(found) < number:
-        found += groups.pop()
-    return found
-
-
 class Episode:
     """One game. `prompt` is the first user message; `step` takes the model's whole response."""
 
@@ -258,6 +199,9 @@ class Episode:
                 sign = "+" if (name, *things) in facts else "-"
                 things = [self.name(thing) for thing in things if thing != game.agent]
                 changed.append(f"{sign}{name} {', '.join(things)}")
+        for thing, receptacle in self.play.taken:  # what `look` says where places are shared
+            if any(len(game.at[place]) > 1 for place in game.receptacles[receptacle]):
+                changed.append(f"+taken {self.name(thing)}, {self.name(receptacle)}")
         return "; ".join([self.play.place, *sorted(changed)])
 
     def name(self, thing: str) -> str:
@@ -278,13 +222,13 @@ class Episode:
     def step(self, text: str) -> tuple[str, float, bool, dict]:
         """Play a response.
 
-        Anything but a thought and one command is invalid, and so is a command that cannot be given
-        now (--inadmissible valid: it is not): time passes, nothing happens. Returns (observation,
-        reward, done, info): reward 1.0 on the step that reaches the goal, else 0.0. info holds
-        valid, success, score (how much of the shortest way from the start is done, 0..1), anchor,
-        game_reward (the engine's: 1.0 for the goal) and progress (commands that the shortest way to
-        the goal shrank by). Raises RuntimeError after the end of the episode, whatever the text;
-        never for the text itself.
+        Anything but a thought and one command of at most 200 printable characters is invalid, and
+        so is a command that cannot be given now (--inadmissible valid: it is not): time passes,
+        nothing happens. Returns (observation, reward, done, info): reward 1.0 on the step that
+        reaches the goal, else 0.0. info holds valid, success, score (how much of the shortest way
+        from the start is done, 0..1), anchor, game_reward (the engine's: 1.0 for the goal) and
+        progress (commands that the shortest way to the goal shrank by). Raises RuntimeError after
+        the end of the episode, whatever the text; never for the text itself.
         """
         if self.done:
             raise RuntimeError("this episode is over: reset the environment")
@@ -292,11 +236,12 @@ class Episode:
             self.env.played[self.house.kind] += 1
         self.steps += 1
 
-        words = action_words(text)
+        words = (action_words(text) or "").strip(" \t\r\n")
+        readable = 0 < len(words) <= MOST_WORDS and words.isprintable()
         place, before = self.play.place, self.distance
-        self.play.command("" if words is None else understood(words.strip(), self.play))
+        self.play.command(understood(words) if readable else "")
         possible = self.play.text != NOTHING
-        if possible and not words.strip().startswith(PASSIVE):
+        if possible and not words.startswith(PASSIVE):
             self.update()
         if self.play.place != place:
             self.shown.clear()
@@ -306,14 +251,14 @@ class Episode:
         self.env.won[self.house.kind] += success
         progress = 0.0 if before is None or self.distance is None else before - self.distance
         info = {
-            "valid": possible or (words is not None and self.env.inadmissible == "valid"),
+            "valid": possible or (readable and self.env.inadmissible == "valid"),
             "success": success,
             "score": self.score(),
             "anchor": self.anchor,
             "game_reward": float(success),
             "progress": float(progress),
         }
-        said = NO_FORM if words is None else self.play.text
+        said = self.play.text if readable else NO_FORM
         return f"{said}{self.listed(not possible)}", float(success), self.done, info
 
     def update(self):
@@ -326,13 +271,6 @@ class Episode:
         if self.play.won or not self.house.distance or self.distance is None:
             return float(self.play.won)
         return max(0.0, 1.0 - self.distance / self.house.distance)
-
-
-def understood(words: str, play) -> str:
-    """A command as the engine has it: older releases say "put X in/on Y" for "move X to Y"."""
-    if len(words) <= MOST_WORDS and (match := PUT.fullmatch(words)):
-        return f"move {match.group(1)} to {match.group(2)}"
-    return words
 
 
 def expert(episode: Episode, noise: float = 0.0, rng: random.Random | None = None):

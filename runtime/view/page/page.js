@@ -927,38 +927,40 @@ function household(step, numbers, i, steps) {
   const names = (words) => [...words.matchAll(/\ba ([a-z]+ \d+)/g)].map((found) => found[1]);
   const [task, room] = [/Your task is to: (.*)\./, /you see (.*)\./].map((form) => form.exec(steps[0].observation));
   if (!task || !room) return null;
-  const places = new Map(names(room[1]).map((name) => [name, null])); // what is seen there, or a word
-  const changed = new Map();
+  // of each place: the things that are known to be there, whether all are, and how its door stands
+  const places = new Map(names(room[1]).map((name) => [name, { things: [], all: false, door: "" }]));
+  const at = (name) => places.get(name) || places.set(name, { things: [], all: false, door: "" }).get(name);
+  const states = new Map();
   let [here, held] = ["the middle of the room", null];
   for (const { observation } of steps.slice(1, i + 1)) {
     const find = (form) => form.exec(observation) || [];
-    const [, at, inside] = find(/(?:On the|The) ([a-z]+ \d+)(?: is open\. In it)?, you see (.*?)\.(?:\n|$)/);
+    const [, seen, open, inside] = find(/(?:On the|The) ([a-z]+ \d+)( is open\. In it)?, you see (.*?)\.(?:\n|$)/);
     const [, taken, from] = find(/^You pick up the (.+) from the (.+)\./);
     const [, moved, to] = find(/^You move the (.+) to the (.+)\./);
-    const [, treated, thing] = find(/^You (heat|cool|clean|turn on) the ([a-z]+ \d+)/);
+    const [, treated, thing] = find(/^You (heat|cool|clean|turn on|sliced) the ([a-z]+ \d+)/);
     const [, shut] = find(/(?:The|close the) ([a-z]+ \d+)(?: is closed)?\.$/m);
     here = find(/^You arrive at (.+?)\. /)[1] || here;
-    if (at) places.set(at, names(inside));
-    else if (/closed|close the/.test(observation) && shut && !places.get(shut)) places.set(shut, "closed");
-    if (taken) {
-      held = taken;
-      places.set(from, [places.get(from) || []].flat().filter((name) => name !== taken));
+    if (seen) Object.assign(at(seen), { things: names(inside), all: true, door: open ? "open" : "" });
+    else if (/closed|close the/.test(observation) && shut) at(shut).door = "closed";
+    if (taken) [held, at(from).things] = [taken, at(from).things.filter((name) => name !== taken)];
+    if (moved) [held, at(to).things] = [null, [...at(to).things, moved]];
+    if (treated) {
+      const word = { heat: "hot", cool: "cool", "turn on": "on" }[treated] || treated;
+      const ends = { hot: "cool", cool: "hot" }[word];
+      states.set(thing, [...(states.get(thing) || []).filter((had) => had !== ends && had !== word), word]);
     }
-    if (moved) {
-      held = null;
-      places.set(to, [...[places.get(to) || []].flat(), moved]);
-    }
-    if (treated) changed.set(thing, { heat: "hot", cool: "cool", clean: "clean", "turn on": "on" }[treated]);
   }
-  const named = (name) => characters(changed.has(name) ? `${name} (${changed.get(name)})` : name);
+  const named = (name) => characters(states.has(name) ? `${name} (${states.get(name).join(", ")})` : name);
   const row = (head, things, more = "") => el("div", { class: `row ${more}` }, el("b", {}, head),
     [things].flat().map((name) => el("span", { class: "can" }, named(name))));
-  const unseen = [...places].filter(([name, things]) => !things && name !== here).map(([name]) => name);
+  const isKnown = ([name, { things, all, door }]) => things.length || all || door || name === here;
+  const rest = [...places].filter((place) => !isKnown(place)).map(([name]) => name);
   const shop = el("div", { class: "shop" }, el("div", { class: "row wish" }, characters(task[1])),
-    row("holds", held || "nothing"), places.get(here) ? null : row("is at", here),
-    [...places].filter(([, things]) => things).map(([name, things]) =>
-      row(name === here ? `is at ${name}` : name, things.length ? things : "empty", name === here ? "item" : "")),
-    unseen.length ? el("p", { class: "soft" }, `not seen: ${unseen.join(", ")}`) : null);
+    row("holds", held || "nothing"), places.has(here) ? null : row("is at", here),
+    [...places].filter(isKnown).map(([name, { things, all, door }]) => row(
+      `${name === here ? "is at " : ""}${name}${door && ` (${door})`}`,
+      all ? (things.length ? things : "empty") : [...things, "not looked into"], name === here ? "item" : "")),
+    rest.length ? el("p", { class: "soft" }, `not seen: ${rest.join(", ")}`) : null);
   return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" },
     written(el("pre", {}), i ? step.observation.replace(/\nYou can: .*/s, "") : ""), shop, asRead(step.observation)),
   said(step), numbers);

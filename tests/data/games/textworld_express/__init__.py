@@ -4,12 +4,15 @@ import json
 import random
 from types import SimpleNamespace
 
-GAME_NAMES = ["coin"]
+GAME_NAMES = ["coin", "sorting"]
 SEEDS = {"train": range(30), "dev": range(10_000, 10_010), "test": range(20_000, 20_020)}
 
 
 class PythonInterface:
+    taken = {}  # of sorting: what is taken, of each seed, by whichever game
+
     def load(self, name: str, settings: str) -> str:
+        self.name = name
         return ""
 
     def getTaskDescription(self) -> str:
@@ -19,9 +22,13 @@ class PythonInterface:
         if seed not in SEEDS[fold]:
             raise ValueError(f"{seed} is not of {fold}")
         self.random, self.coins, self.lost = random.Random(seed), 0, False
+        self.seed, self.taken[seed] = seed, []
         return self.answer("You are in a room.")
 
     def stepJSON(self, words: str) -> str:
+        if self.name == "sorting":
+            self.taken[self.seed].append(words)
+            return self.answer(f"You have {', '.join(self.taken[self.seed])}.")
         self.coins += words == "take coin"
         self.lost = words == "jump"
         known = words in ("take coin", "jump", "wait")

@@ -2,7 +2,6 @@
 
 import random
 from enum import Enum
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -12,19 +11,35 @@ RULES = "Walk through three open doors.\n\nType [up], [down], [left] or [right].
 INVALID = "You attempted an invalid move. Reason: {} Please resubmit a valid move and remember."
 
 
+class State:
+    def __init__(self, tell):
+        self.tell, self.error_count, self.rewards = tell, 0, {}
+
+    def set_invalid_move(self, reason: str, reward: float = -1.0):
+        self.tell("GAME_ADMIN", INVALID.format(reason))
+        self.error_count += 1
+        self.rewards = {0: reward}
+
+
 class Doors:
     won = 1.0  # the reward
 
     def reset(self, num_players: int, seed: int):
         random.seed(seed)
         assert num_players == 1
-        self.state = SimpleNamespace(error_count=0)
+        self.state = State(self.tell)
         self.messages, self.passed, self.about = [], 0, {0: {"invalid_move": False}}
         self.tell("PROMPT", RULES)
         self.show()
 
     def tell(self, kind: str, text: str):
         self.messages.append((-1, text, Kind[kind]))
+
+    def hear(self, action: str):
+        self.tell("PLAYER_ACTION", action)
+
+    def refuse(self, reason: str):
+        self.state.set_invalid_move(reason)
 
     def show(self):
         self.door = random.choice(DOORS)
@@ -36,7 +51,7 @@ class Doors:
         return 0, messages
 
     def step(self, action: str):
-        self.tell("PLAYER_ACTION", action)
+        self.hear(action)
         word = action.strip("[]")
         if word == "break":
             random.random()
@@ -45,11 +60,10 @@ class Doors:
             int(word)  # of a digit such as ², which is none of Python's: ValueError
         done = False
         if word not in DOORS:
-            self.tell("GAME_ADMIN", INVALID.format("No such door!"))
-            self.state.error_count += 1
+            self.refuse("No such door!")
             done = self.state.error_count > 1
             self.about[0]["invalid_move"] = done
-            self.rewards = {0: -1.0}
+            self.rewards = self.state.rewards
         else:
             self.state.error_count = 0
             self.passed += word == self.door
@@ -67,6 +81,16 @@ class Doors:
 
 class Points(Doors):
     won = 12.0
+
+
+class Swapped(Doors):
+    """Logs the player's words and invalid moves with the arguments exchanged."""
+
+    def hear(self, action: str):
+        self.messages.append((Kind.PLAYER_ACTION, 0, action))
+
+    def refuse(self, reason: str):
+        self.state.set_invalid_move(self.passed / 3, reason)
 
 
 class Locked(Doors):
