@@ -180,7 +180,9 @@ PASSES = {"istar": (4, 2), "prime": (4, 2), "ppo": (3, 2), "dpo": (3, 1)}
 def world_and_algorithm(command: str) -> tuple[str, str]:
     """("sokoban", "rloo") of "rloo_sokoban.py --clip 0.1"."""
     script = Path(command.split(".py")[0]).name
-    world = next(world for world in ("visual_sokoban", *WORLDS) if script.endswith(world))
+    world = next(
+        world for world in ("visual_sokoban", "alfworld", *WORLDS) if script.endswith(world)
+    )
     return world, script.removesuffix(f"_{world}")
 
 

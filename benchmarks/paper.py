@@ -1,4 +1,4 @@
-"""The paper's tables beside the commands that would repeat them on cards.
+"""The tables of the paper, and ALFWorld, beside the commands that would repeat them on cards.
 
     python benchmarks/paper.py                   # what each command needs, into docs/paper.md
     python benchmarks/paper.py --dry-run         # plays a little of each command first; minutes
@@ -42,6 +42,7 @@ PASSED = ROOT / "benchmarks" / "results" / "paper.jsonl"
 CARDS, LONGEST = 8, 32768  # tokens of a context that the models take
 LLAMA = Shape(4096, 14336, 32, 4096, 1024, 128256, False)  # Llama 3.1 8B
 MODELS = {  # --model: its shape
+    "Qwen/Qwen2.5-1.5B-Instruct": shape_named("qwen-1.5b"),
     "Qwen/Qwen2.5-7B-Instruct": shape_named("qwen-7b"),
     "Qwen/Qwen2.5-VL-7B-Instruct": shape_named("qwen-vl-7b"),
     "meta-llama/Llama-3.1-8B-Instruct": LLAMA,
@@ -58,12 +59,16 @@ FLAGS = {  # the variables that the page sets
     "TALKS": "--sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME "
     "--eval-partner-url https://OTHER/v1 --eval-partner-model gpt-4o --tasks-per-iteration 16 "
     "--max-steps 10 --max-action-tokens 512 --max-context-tokens 8192",
+    "HOMES": "--alfworld-data DIR --max-steps 50 --show all --anchor text --inadmissible valid "
+    "--tasks-per-iteration 16 --eval-tasks 140 --iterations 150 --learning-rate 1e-6 "
+    "--max-action-tokens 512 --max-context-tokens 4096",
 }
 QWEN, OTHER = "--model Qwen/Qwen2.5-7B-Instruct", "--model meta-llama/Llama-3.1-8B-Instruct"
+SMALLER = "--model Qwen/Qwen2.5-1.5B-Instruct"
 RATE_OF_PRM = "--prm-learning-rate 1e-6"
 # What is not at hand where this is played, and has a value; then what is smaller.
-ELSEWHERE = """webshop-data sotopia-data judge-url judge-model eval-partner-url eval-partner-model
-cell-pixels"""  # the tiny model's patches have another size
+ELSEWHERE = """webshop-data sotopia-data alfworld-data judge-url judge-model eval-partner-url
+eval-partner-model cell-pixels"""  # the tiny model's patches have another size
 SMALL = """--processes 1 --engine hf --iterations 1 --tasks-per-iteration 1 --group-size 4
 --max-steps 2 --max-action-tokens 8 --eval-tasks 1 --eval-samples 1 --save-every 1"""
 # (steps of an episode, tokens of its first message, of an observation, of an answer): assumed
@@ -71,6 +76,7 @@ ASSUMED = {
     "webshop": (7, 300, 400, 150),
     "visual_sokoban": (10, 200, 60, 150),
     "sotopia": (10, 500, 0, 80),
+    "alfworld": (25, 407, 207, 150),  # benchmarks/shown_commands.py for --show all
 }
 
 
@@ -140,6 +146,22 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
             "istar-llama",
             "8.06, 9.20; 7.16, 8.45",
             f"istar_paper_sotopia.py $CARDS $TALKS {OTHER} {RATE_OF_PRM}",
+        ),
+    ],
+    "ALFWorld, which the paper does not have: success, of GiGPO's paper": [
+        Row("grpo-homes-1.5b", "72.8", f"grpo_alfworld.py $CARDS $HOMES {SMALLER}"),
+        Row("gigpo-homes-1.5b", "86.7", f"gigpo_alfworld.py $CARDS $HOMES {SMALLER}"),
+        Row(
+            "istar-homes-1.5b",
+            "",
+            f"istar_paper_alfworld.py $CARDS $HOMES {SMALLER} --alpha 1 {RATE_OF_PRM}",
+        ),
+        Row("grpo-homes-7b", "77.6", f"grpo_alfworld.py $CARDS $HOMES {QWEN}"),
+        Row("gigpo-homes-7b", "90.8", f"gigpo_alfworld.py $CARDS $HOMES {QWEN}"),
+        Row(
+            "istar-homes-7b",
+            "",
+            f"istar_paper_alfworld.py $CARDS $HOMES {QWEN} --alpha 1 {RATE_OF_PRM}",
         ),
     ],
 }

@@ -486,7 +486,7 @@ def test_which_commands_are_listed():
 
 
 def test_steps_with_one_anchor_are_in_one_state():
-    """Also with things that were moved between receptacles of one place, which only `look` tells."""
+    """Also with things moved between receptacles of one place, which only `look` tells."""
     env, revisits = AlfWorld(max_steps=80), 0
     for number, recording in enumerate(GOLDEN):
         home = house(recording["pddl_problem"], recording["task"])

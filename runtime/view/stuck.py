@@ -14,8 +14,8 @@ NO_PAIR = (
 )
 REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches nothing, what to say)
     "train/truncated": (
-        lambda share, row: share == 1,
-        "every episode ended because its context was full: a larger --max-context-tokens, a "
+        lambda share, row: share >= 0.9,
+        "nearly all episodes ended because their context was full: a larger --max-context-tokens, a "
         "smaller --max-action-tokens or --history N makes room",
     ),
     "train/cut": (
