@@ -351,6 +351,7 @@ def test_a_training_game_that_cannot_be_won_is_found_at_the_start(released):
         start + "(:goal (and)))": "holds at the start",
         start + "(:goal (or)))": "neither its walkthrough nor a search",
         start + "(:goal (exists (?a - agent) (flies ?a))))": "neither its walkthrough",
+        start + "(:goal (forall (?a ?b ?c ?d - object) (isHot ?d))))": "more than 100,000 cases",
         start + "(:goal (exists (?b - bird) (isHot ?b))))": "neither its walkthrough",
         re.sub(r"\(receptacleAtLocation [^()]*\)", "", problem): "neither its walkthrough",
     }
@@ -360,9 +361,15 @@ def test_a_training_game_that_cannot_be_won_is_found_at_the_start(released):
             AlfWorld.from_args(args)
         line = str(exit.value)
         assert str(path) in line and words in line and "\n" not in line, line
-    path.write_text(game_file(GOLDEN[0], solvable="false"))
-    with pytest.raises(SystemExit, match="its solvable is neither true nor false"):
-        AlfWorld.from_args(args)
+    empty = GRAMMAR.replace("UNKNOWN GOAL", "")
+    for change, words in (
+        ({"solvable": "false"}, "its solvable is neither true nor false"),
+        ({"walkthrough": ""}, "its walkthrough is no list"),
+        ({"grammar": empty}, "its goal sentence is empty"),
+    ):
+        path.write_text(game_file(GOLDEN[0], **change))
+        with pytest.raises(SystemExit, match=words):
+            AlfWorld.from_args(args)
 
     # a walkthrough of an older release, and one that does not win: both games can be played
     way = GOLDEN[0]["walkthrough"]
@@ -382,6 +389,13 @@ def test_games_that_are_left_out_are_counted_and_links_are_followed(released, tm
     second.parent.symlink_to(elsewhere)
     env = AlfWorld(str(released))
     assert "without 1 that cannot be solved" in env.name and second in env.files
+    hidden = first.parent.with_name(".trial")
+    first.parent.rename(hidden)
+    assert not any(".trial" in str(file) for file in AlfWorld(str(released)).files)
+    (first.parent.parent / "again").symlink_to(elsewhere)
+    with pytest.raises(DataError, match="are one file"):
+        AlfWorld(str(released))
+    (first.parent.parent / "again").unlink()
     elsewhere.rename(elsewhere.with_name("gone"))
     with pytest.raises(DataError, match="a link to nothing"):
         AlfWorld(str(released))

@@ -25,6 +25,7 @@ PREDICATES = dict.fromkeys(
     "wasinreceptacle receptacletype cancontain objecttype holds".split(),
     2,
 )
+MOST_CASES = 100_000  # of a goal's quantifiers
 MOST_NESTED = 64  # brackets within brackets
 WORDS = re.compile(r"[()]|[^\s()]+")
 COSTS = re.compile(r"\(\s*=\s*\([^()]*\)\s*[0-9.]+\s*\)")  # distances, hundreds of them
@@ -141,7 +142,8 @@ def read_problem(text: str) -> Problem:
 def ground(formula, problem: Problem, binding: dict, patterns: dict):
     """A formula whose variables have the values of `binding`, grounded.
 
-    Facts that no action changes are looked up now. patterns: a memory for `candidates`.
+    Facts that no action changes are looked up now. patterns: a memory for `candidates`,
+    and the number of cases.
     """
     if not isinstance(formula, list) or not formula or not isinstance(formula[0], str):
         raise ProblemError("its goal holds something that is no formula")
@@ -178,6 +180,9 @@ def quantified(name, variables, body, problem, binding, patterns):
     values = problem.of_kind(kind)
     if name == "exists":
         values = candidates(variable, values, body, problem, binding, patterns)
+    patterns["cases"] = patterns.get("cases", 0) + len(values)
+    if patterns["cases"] > MOST_CASES:
+        raise ProblemError(f"its goal has more than {MOST_CASES:,} cases")
     parts = []
     for value in values:
         inner = {**binding, variable: value}

@@ -20,6 +20,7 @@ from tqdm import tqdm
 FILE = "game.tw-pddl"
 SENTENCE = re.compile(r'"Your task is to: ((?:[^"\\]|\\.)*)"')
 DOMAIN = re.compile(r"\(\s*:domain\s+alfred\s*\)", re.IGNORECASE)
+LONGEST = 500  # characters of a goal sentence
 HELD_OUT = 140  # training games that validate, and the most that are a panel of training
 LEFT_OUT = ("movable", "Sliced")  # in a path: task types that nobody evaluates
 
@@ -43,7 +44,8 @@ def game_files(directory: str, split: str) -> list[Path]:
     if folder is None:
         raise DataError(f"{directory} has no directory {split}")
     files = []
-    for place, _, names in os.walk(folder, followlinks=True):
+    for place, inside, names in os.walk(folder, followlinks=True):
+        inside[:] = [name for name in inside if not name.startswith(".")]
         seen = [Path(place, name) for name in names if not name.startswith(".")]
         lost = [path for path in seen if not path.exists()]
         if lost:
@@ -68,7 +70,8 @@ def read_game(path: Path) -> GameFile:
     for key in ("pddl_problem", "grammar"):
         if not isinstance(data.get(key), str):
             raise DataError(f"{path}: not a game file (no text {key})")
-    problem, walkthrough = data["pddl_problem"], data.get("walkthrough") or []
+    problem, walkthrough = data["pddl_problem"], data.get("walkthrough")
+    walkthrough = [] if walkthrough is None else walkthrough
     if not DOMAIN.search(problem) or problem.count("(") != problem.count(")"):
         raise DataError(f"{path}: its pddl_problem is no problem of the domain alfred")
     if not isinstance(walkthrough, list) or not all(isinstance(w, str) for w in walkthrough):
@@ -87,7 +90,10 @@ def sentence_of(path: Path, grammar: str) -> str:
         words = json.loads(f'"{match.group(1)}"')
     except ValueError:
         words = match.group(1)
-    return words.removesuffix(".")
+    words = words.removesuffix(".")
+    if not words.isprintable() or not 0 < len(words.strip()) <= LONGEST:
+        raise DataError(f"{path}: its goal sentence is empty, too long or not printable")
+    return words
 
 
 def released_house(path) -> House | None:
@@ -121,7 +127,11 @@ def split_files(data: str, split: str) -> tuple[list[list], int]:
     a panel are of all types.
     """
     found = {name: game_files(data, name) for name in dict.fromkeys(["train", split])}
-    files = tqdm(sum(found.values(), []), "games", leave=False, disable=None, delay=1)
+    files, seen = sum(found.values(), []), {}
+    for path in files:
+        if (other := seen.setdefault(path.resolve(), path)) != path:
+            raise DataError(f"{other} and {path} are one file")
+    files = tqdm(files, "games", leave=False, disable=None, delay=1)
     solvable = {path for path in files if released_house(path)}
     left_out = sum(map(len, found.values())) - len(solvable)
     for name, paths in found.items():
@@ -140,7 +150,7 @@ def split_files(data: str, split: str) -> tuple[list[list], int]:
     tested = held_out(groups, most) if split == "train" else found[split]
     train = sum(groups, [])
     if not (tested and validation and train):
-        raise DataError("there are too few training games to hold some of them out")
+        raise DataError("too few training tasks (directories of games) to hold some of them out")
     random.Random("alfworld panel").shuffle(tested)
     return [tested, validation, train], left_out
 
