@@ -126,8 +126,8 @@ def mean_per_step(values: torch.Tensor, micro) -> torch.Tensor:
 
 
 def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dict:
-    """--minibatches optimiser steps, each on a random share of the episodes. A gradient is summed
-    over micro-batches, so it is that of one large batch. old_logprobs [K], advantages [S]."""
+    """--minibatches optimiser steps, each on a random share of the episodes. In bfloat16, where old
+    values differ by rounding, the first has ratios of 1. old_logprobs [K], advantages [S]."""
     seen = []  # statistics of each micro-batch
     grad_norms = []
     weighted = advantages * engine_weights(batch, old_logprobs, args)  # [S]
@@ -137,6 +137,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = mean_per_step(action_logprobs(policy, micro, args), micro)  # [s] with a graph
             old = mean_per_step(old_logprobs[micro.tokens].to(new.device), micro)
+            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
             loss, stats = policy_loss(new, old, weighted[micro.steps].to(new.device), args.clip)
             (loss * len(new) / num_steps).backward()
             seen.append(stats | {"weight": len(new)})

@@ -16,8 +16,7 @@ pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adap
 Other changes to istar_paper_sokoban.py: r_phi minus its regression on log pi_old, skill, replay,
 ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
 
-The tiny model is Sokoban's and writes no valid answer here, so its run only tests the script. The
-last command was not run.
+The tiny model is Sokoban's: it only shows that the script runs. The last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python istar_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
@@ -181,8 +180,8 @@ def engine_weights(batch, old_logprobs, args):
 
 
 def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dict:
-    """--minibatches optimiser steps, each on a random share of the episodes. A gradient is summed
-    over micro-batches, so it is that of one large batch. old_logprobs [K], advantages [S]."""
+    """--minibatches optimiser steps, each on a random share of the episodes. In bfloat16, where old
+    values differ by rounding, the first has ratios of 1. old_logprobs [K], advantages [S]."""
     seen = []  # statistics of each micro-batch
     grad_norms = []
     weighted = advantages * engine_weights(batch, old_logprobs, args)  # [S]
@@ -192,6 +191,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = sum_per_step(action_logprobs(policy, micro, args), micro)  # [s] with a graph
             old = sum_per_step(old_logprobs[micro.tokens].to(new.device), micro)
+            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
             loss, stats = policy_loss(new, old, weighted[micro.steps].to(new.device), args.clip)
             (loss * len(new) / num_steps).backward()
             seen.append(stats | {"weight": len(new)})

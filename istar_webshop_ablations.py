@@ -157,8 +157,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.
 
 
 def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dict:
-    """--minibatches optimiser steps, each on a random share of the episodes. A gradient is summed
-    over micro-batches, so it is that of one large batch. old_logprobs [K], advantages [S]."""
+    """--minibatches optimiser steps, each on a random share of the episodes. In bfloat16, where old
+    values differ by rounding, the first has ratios of 1. old_logprobs [K], advantages [S]."""
     seen = []  # statistics of each micro-batch
     grad_norms = []
     for share in torch.randperm(len(batch.outcomes)).chunk(args.minibatches):
@@ -170,6 +170,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
             logprobs = action_logprobs(policy, micro, args)  # [k] with a graph
             new = per_ratio(logprobs, micro, args.ratio)
             old = per_ratio(old_logprobs[micro.tokens].to(new.device), micro, args.ratio)
+            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
             steps = micro.steps  # [s] or [k], of each ratio
             if args.ratio == "token":
                 steps = batch.token_step[micro.tokens]

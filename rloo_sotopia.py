@@ -114,8 +114,8 @@ def engine_weights(batch, old_logprobs, args) -> torch.Tensor:
 
 
 def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dict:
-    """--minibatches optimiser steps, each on a random share of the episodes. A gradient is summed
-    over micro-batches, so it is that of one large batch. old_logprobs [K], advantages [S]."""
+    """--minibatches optimiser steps, each on a random share of the episodes. In bfloat16, where old
+    values differ by rounding, the first has ratios of 1. old_logprobs [K], advantages [S]."""
     seen = []  # statistics of each micro-batch
     grad_norms = []
     weighted = advantages[batch.token_step] * engine_weights(batch, old_logprobs, args)  # [K]
@@ -125,6 +125,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = action_logprobs(policy, micro, args)  # [k] with a graph
             old = old_logprobs[micro.tokens].to(new.device)
+            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
             loss, stats = policy_loss(new, old, weighted[micro.tokens].to(new.device), args.clip)
             (loss * len(new) / num_tokens).backward()
             seen.append(stats | {"weight": len(new)})

@@ -8,12 +8,10 @@ from typing import NamedTuple
 from runtime.distributed import fsdp, processes
 
 import torch
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 FEW = 4  # sequences that go in one pass, with padding
-WIDE = 64  # rows in bfloat16 are a multiple of it: a CPU's attention rounds their rest otherwise
 
 Places = list[tuple[int, bytes]]  # (place of its first token, PNG) of each picture of a sequence
 
@@ -181,9 +179,6 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     if only is not None:
         wanted = only[batch.token_step]  # [K]
         sequences = [s for s in sequences if wanted[s.tokens].any()]
-    if args.run_args.dtype == "bfloat16":  # padded: the same numbers beside longer sequences
-        wide = ((pad(column, (0, -len(column) % WIDE)) for column in s[:2]) for s in sequences)
-        sequences = [Sequence(*columns, *s[2:]) for columns, s in zip(wide, sequences)]
     packs = pack(sequences, args.run_args.micro_batch_tokens)
     count = processes.count()
     mine, most = packs[processes.rank() :: count], -(-len(packs) // count)

@@ -286,8 +286,8 @@ def templates_and_stops(stage: Stage) -> dict:
 
 
 def packing(stage: Stage) -> dict:
-    """The largest |ratio - 1| of a step in the first minibatch of an update, where nothing has been
-    learnt yet: its rows are packed otherwise than those of the old log-probabilities."""
+    """The largest |ratio - 1| of a step where nothing has been learnt, and rows are packed unlike
+    those of the old log-probabilities: what rounding adds to a ratio, after the first step."""
 
     args = copy.deepcopy(stage.args)
     args.run_args.micro_batch_tokens = 2048

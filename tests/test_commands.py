@@ -113,6 +113,10 @@ def faults_of(commands: list[Command], cluster, monkeypatch) -> list[str]:
         if "--help" in words or words[0] == "python" and len(words) == 2:  # its model's own size
             continue
         model, processes, need = need_of(words, monkeypatch)
+        is_small = (ROOT / model).is_dir() or model.startswith("runs/") or "SmolLM2" in model
+        if "/" in model and model not in MODELS and not is_small:
+            found.append(f"{command.text}: the size of {model} is not among MODELS")
+            continue
         told = f"{command.text}: {need / GIB:.0f} GiB in each of {processes} processes"
         if not model.startswith(("Qwen/", "Hugging")):
             found += [told] if need > MACHINE else []

@@ -896,29 +896,25 @@ def test_content_of_padding_changes_nothing(batch, filler, monkeypatch):
     assert sum(counts) > 0
 
 
-@pytest.mark.parametrize("wide", (64, 1))
-def test_in_bfloat16_companions_change_nothing_where_rows_are_wide(wide, monkeypatch):
-    """Old log-probabilities are of the whole batch, those of an update of a share of it: a ratio
-    before the first step is 1. Without the padding of each row it is not."""
-    monkeypatch.setattr(batching, "WIDE", wide)
+@pytest.mark.parametrize("script", ("rloo_webshop", "istar_webshop", "istar_sotopia"))
+def test_before_the_first_step_every_ratio_is_1(script):
+    """Also in bfloat16, where log-probabilities depend on what else is in a forward pass."""
     rng, trajectories = random.Random(0), []
     for task in range(8):
         trajectory = Trajectory(task)
         ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(60, 180))]
         trajectory.append(ids[:-12], ids[-12:])
-        trajectory.steps.append(Step("", "", [0.0] * 12))
+        trajectory.steps.append(Step("", "", [-1.0] * 12))
         trajectories.append(trajectory)
     batch, args = flatten(trajectories), settings(dtype="bfloat16", micro_batch_tokens=400)
     policy = network(random_model(0, layers=6))
-    old = batch_logprobs(policy, batch, args)
-    shares = torch.arange(8).reshape(4, 2)
-    new = sum(
-        batch_logprobs(policy, batch, args, only=torch.isin(torch.arange(8), share))
-        for share in shares
-    )
-    equal = (new == old).float().mean().item()
-    print(f"rows of a multiple of {wide}: {equal:.3f} equal, off {(new - old).abs().max():.4f}")
-    assert (equal > 0.98) == (wide == 64)
+    old = batch_logprobs(policy, batch, args) + 0.3  # as if rounded otherwise
+    advantages = torch.linspace(-1, 1, 8)
+    for minibatches, is_exact in ((1, True), (2, False)):
+        args.minibatches = minibatches
+        policy.optimizer = torch.optim.SGD(policy.trained, lr=0.0)
+        said = load(script).policy_update(policy, batch, old, advantages, args)
+        assert (said["clip_fraction"] == 0 and said["ratio"] == 1) == is_exact
 
 
 def test_companions_in_the_batch_change_nothing(batch):

@@ -1,0 +1,81 @@
+"""What rounding to bfloat16 adds to the ratio of a step, whatever the policy has learnt.
+
+    python benchmarks/ratio_rounding.py --model HuggingFaceTB/SmolLM2-135M-Instruct
+
+The model continues 16 passages of docs/worlds.md, each by --answer sampled tokens: a step. Its
+log-probabilities are computed in bfloat16 (autocast, as the scripts do): once for all 16, then for
+halves, as minibatches have them, before and after a change of every weight by --changes, of random
+signs. What a float32 model says that the change does to a step is taken away: the rest is rounding.
+Written: benchmarks/results/ratio-rounding.md.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from runtime.data import Step, Trajectory, flatten, sum_per_step
+from runtime.networks import Network, batch_logprobs
+
+import torch
+from conftest import settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+TITLES = ["weights changed by", "rows packed", "change of a step by float32 [nats]"]
+TITLES += ["rounding of a token [nats]", "of a step: mean [nats]", "largest", "beyond clip 0.2"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", required=True, help="directory, or a name on the hub")
+    parser.add_argument("--answer", type=int, default=48, help="tokens of a step")
+    parser.add_argument("--changes", type=float, nargs="+", default=[0, 1e-7, 1e-6, 1e-5])
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
+    ids = tokenizer((ROOT / "docs/worlds.md").read_text(), return_tensors="pt").input_ids[0]
+    contexts = torch.stack([ids[n * 200 : n * 200 + 200] for n in range(16)])
+    limits = {"max_new_tokens": given.answer, "min_new_tokens": given.answer}
+    texts = model.generate(contexts, do_sample=True, top_k=0, pad_token_id=0, **limits).tolist()
+    trajectories = []
+    for number, text in enumerate(texts):
+        trajectory = Trajectory(number)
+        trajectory.append(text[: 200 - 7 * number], text[-given.answer :])  # of many lengths
+        trajectory.steps.append(Step("", "", [0.0] * given.answer))
+        trajectories.append(trajectory)
+    batch, policy = flatten(trajectories), Network("policy", model)
+    halves = [torch.arange(16) % 2 == part for part in (0, 1)]
+
+    def logprobs(dtype: str, parts=(None,)) -> torch.Tensor:
+        args = settings(dtype=dtype, micro_batch_tokens=8192)
+        with torch.no_grad():
+            return sum(batch_logprobs(policy, batch, args, only) for only in parts)
+
+    whole, halved, exact = logprobs("bfloat16"), logprobs("bfloat16", halves), logprobs("float32")
+    before = [weight.detach().clone() for weight in model.parameters()]
+    lines = []
+    for change in given.changes:
+        with torch.no_grad():
+            for weight, old in zip(model.parameters(), before):
+                weight.copy_(old + change * torch.randn_like(old).sign())
+        new, learnt = logprobs("bfloat16", halves), logprobs("float32") - exact
+        for how, old in (("otherwise", whole), ("alike", halved)):
+            noise = new - old - learnt
+            steps, true = (sum_per_step(x, batch).abs() for x in (noise, learnt))
+            beyond = (sum_per_step(noise, batch).exp() - 1).abs() > 0.2
+            cells = [f"{change:g}", how, f"{true.mean():.4f}", f"{noise.abs().mean():.4f}"]
+            cells += [f"{steps.mean():.3f}", f"{steps.max():.3f}", f"{beyond.float().mean():.2f}"]
+            lines.append(cells)
+    table = [TITLES, ["---"] * len(TITLES), *lines]
+    told = [f"`python benchmarks/ratio_rounding.py --model {Path(given.model).name}`, steps of"]
+    told[0] += f" {given.answer} tokens, seed 0, torch {torch.__version__}, one CPU.\n"
+    told += [f"| {' | '.join(cells)} |" for cells in table]
+    (ROOT / "benchmarks/results/ratio-rounding.md").write_text("\n".join([*told, ""]))
+    print("\n".join(told))
+
+
+if __name__ == "__main__":
+    main()
