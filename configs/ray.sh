@@ -13,7 +13,7 @@ processes=${PROCESSES:-$gpus}  # without a GPU: GPUS=0 PROCESSES=2
 
 # all processes share the policy, unless an adapter is trained
 case " $* " in
-*" --policy-lora-rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
+*" --policy"[-_]"lora"[-_]"rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
     launcher=(torchrun --standalone --nproc_per_node "$processes") ;;
 *) launcher=(accelerate launch --config_file configs/fsdp.yaml --num_processes "$processes") ;;
 esac

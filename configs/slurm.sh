@@ -22,7 +22,7 @@ processes=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))
 
 # one process for each GPU; those of a machine share a copy of the policy, unless an adapter is trained
 case " $* " in
-*" --policy-lora-rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
+*" --policy"[-_]"lora"[-_]"rank"[\ =][1-9]* | *" --engine"[\ =]"hf "*)
     launcher=(
         torchrun --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE"
         --rdzv_backend c10d --rdzv_endpoint "$first:29500" --rdzv_id "$SLURM_JOB_ID"
