@@ -185,7 +185,8 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = sum_per_step(action_logprobs(policy, micro, args), micro)  # [s] with a graph
             old = sum_per_step(old_logprobs[micro.tokens].to(new.device), micro)
-            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
+            if args.run_args.dtype == "bfloat16" and not grad_norms:
+                old = new.detach()
             loss, stats = policy_loss(new, old, weighted[micro.steps].to(new.device), args.clip)
             (loss * len(new) / num_steps).backward()
             seen.append(stats | {"weight": len(new)})

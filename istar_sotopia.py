@@ -16,8 +16,7 @@ pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adap
 Other changes to istar_paper_sotopia.py: r_phi minus its regression on log pi_old, skill, replay,
 ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
 
-    python istar_sotopia.py                         # own scenarios, scored by a rule: 6 minutes
-docs/worlds.md has the command for a model of 7B parameters in self-play with a judge.
+    python istar_sotopia.py    # scored by a rule: 6 minutes; docs/worlds.md: 7B, self-play, a judge
 """
 
 import random
@@ -190,7 +189,8 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = sum_per_step(action_logprobs(policy, micro, args), micro)  # [s] with a graph
             old = sum_per_step(old_logprobs[micro.tokens].to(new.device), micro)
-            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
+            if args.run_args.dtype == "bfloat16" and not grad_norms:
+                old = new.detach()
             loss, stats = policy_loss(new, old, weighted[micro.steps].to(new.device), args.clip)
             (loss * len(new) / num_steps).backward()
             seen.append(stats | {"weight": len(new)})

@@ -15,7 +15,6 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
 pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt.
 Other changes to istar_paper_sokoban.py: r_phi minus its regression on log pi_old, skill, replay,
 ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
-
 The tiny model is Sokoban's: it only shows that the script runs. The last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
@@ -191,7 +190,8 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = sum_per_step(action_logprobs(policy, micro, args), micro)  # [s] with a graph
             old = sum_per_step(old_logprobs[micro.tokens].to(new.device), micro)
-            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
+            if args.run_args.dtype == "bfloat16" and not grad_norms:
+                old = new.detach()
             loss, stats = policy_loss(new, old, weighted[micro.steps].to(new.device), args.clip)
             (loss * len(new) / num_steps).backward()
             seen.append(stats | {"weight": len(new)})

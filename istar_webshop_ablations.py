@@ -1,6 +1,6 @@
 """Ablations of iStar on WebShop: between istar_webshop.py and the paper, and other step rewards.
 
-istar_webshop.py is the algorithm; its diff to this script shows what these flags change:
+Without flags it is istar_webshop.py with RLOO's A^E, which defines the symbols. The flags change:
 
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
@@ -15,7 +15,6 @@ istar_webshop.py is the algorithm; its diff to this script shows what these flag
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
-Without these flags it is istar_webshop.py with RLOO's A^E; its docstring defines the symbols.
 istar_paper_webshop.py is --as-published skill length credit preference --prm-lora-rank 0
 --prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3 --lr-halving inf.
 """
@@ -170,7 +169,8 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
             logprobs = action_logprobs(policy, micro, args)  # [k] with a graph
             new = per_ratio(logprobs, micro, args.ratio)
             old = per_ratio(old_logprobs[micro.tokens].to(new.device), micro, args.ratio)
-            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
+            if args.run_args.dtype == "bfloat16" and not grad_norms:
+                old = new.detach()
             steps = micro.steps  # [s] or [k], of each ratio
             if args.ratio == "token":
                 steps = batch.token_step[micro.tokens]

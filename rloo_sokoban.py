@@ -120,7 +120,8 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
             new = action_logprobs(policy, micro, args)  # [k] with a graph
             old = old_logprobs[micro.tokens].to(new.device)
-            old = new.detach() if args.run_args.dtype == "bfloat16" and not grad_norms else old
+            if args.run_args.dtype == "bfloat16" and not grad_norms:
+                old = new.detach()
             loss, stats = policy_loss(new, old, weighted[micro.tokens].to(new.device), args.clip)
             (loss * len(new) / num_tokens).backward()
             seen.append(stats | {"weight": len(new)})
