@@ -14,7 +14,7 @@ NO_PAIR = (
 )
 REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches nothing, what to say)
     "train/truncated": (
-        lambda share, row: share >= 0.9,
+        lambda share, row: share > 0.9,
         "nearly all episodes ended because the context was full: a larger --max-context-tokens, a "
         "smaller --max-action-tokens or --history N makes room",
     ),
