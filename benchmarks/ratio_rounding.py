@@ -12,15 +12,16 @@ Written: benchmarks/results/ratio-rounding.md.
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
+from benchmarks.evidence import table
 from runtime.data import Step, Trajectory, flatten, sum_per_step
 from runtime.networks import Network, batch_logprobs
 
 import torch
-from conftest import settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TITLES = ["weights changed by", "rows packed", "change of a step by float32 [nats]"]
@@ -37,20 +38,22 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     ids = tokenizer((ROOT / "docs/worlds.md").read_text(), return_tensors="pt").input_ids[0]
-    contexts = torch.stack([ids[n * 200 : n * 200 + 200] for n in range(16)])
     limits = {"max_new_tokens": given.answer, "min_new_tokens": given.answer}
-    texts = model.generate(contexts, do_sample=True, top_k=0, pad_token_id=0, **limits).tolist()
     trajectories = []
-    for number, text in enumerate(texts):
+    for number in range(16):
+        passage = ids[None, 200 * number : 200 * number + 200 - 7 * number]  # of many lengths
+        texts = model.generate(passage, do_sample=True, top_k=0, pad_token_id=0, **limits)
+        text = texts[0].tolist()
         trajectory = Trajectory(number)
-        trajectory.append(text[: 200 - 7 * number], text[-given.answer :])  # of many lengths
+        trajectory.append(text[: -given.answer], text[-given.answer :])
         trajectory.steps.append(Step("", "", [0.0] * given.answer))
         trajectories.append(trajectory)
     batch, policy = flatten(trajectories), Network("policy", model)
     halves = [torch.arange(16) % 2 == part for part in (0, 1)]
 
     def logprobs(dtype: str, parts=(None,)) -> torch.Tensor:
-        args = settings(dtype=dtype, micro_batch_tokens=8192)
+        run_args = SimpleNamespace(dtype=dtype, micro_batch_tokens=8192)
+        args = SimpleNamespace(run_args=run_args, temperature=1.0)
         with torch.no_grad():
             return sum(batch_logprobs(policy, batch, args, only) for only in parts)
 
@@ -69,12 +72,11 @@ def main() -> None:
             cells = [f"{change:g}", how, f"{true.mean():.4f}", f"{noise.abs().mean():.4f}"]
             cells += [f"{steps.mean():.3f}", f"{steps.max():.3f}", f"{beyond.float().mean():.2f}"]
             lines.append(cells)
-    table = [TITLES, ["---"] * len(TITLES), *lines]
-    told = [f"`python benchmarks/ratio_rounding.py --model {Path(given.model).name}`, steps of"]
-    told[0] += f" {given.answer} tokens, seed 0, torch {torch.__version__}, one CPU.\n"
-    told += [f"| {' | '.join(cells)} |" for cells in table]
-    (ROOT / "benchmarks/results/ratio-rounding.md").write_text("\n".join([*told, ""]))
-    print("\n".join(told))
+    told = f"`python benchmarks/ratio_rounding.py --model {Path(given.model).name}`, steps of"
+    told += f" {given.answer} tokens, seed 0, torch {torch.__version__}, one CPU.\n\n"
+    told += f"{table(TITLES, lines)}\n"
+    (ROOT / "benchmarks/results/ratio-rounding.md").write_text(told)
+    print(told)
 
 
 if __name__ == "__main__":
