@@ -286,11 +286,10 @@ def templates_and_stops(stage: Stage) -> dict:
 
 
 def packing(stage: Stage) -> dict:
-    """The largest |ratio - 1| of a step where nothing has been learnt, and rows are packed unlike
-    those of the old log-probabilities: what rounding adds to a ratio, after the first step."""
-
+    """|ratio - 1| in the first minibatch of a script's update; and what rounding alone may add to
+    a step's ratio: its rows are packed unlike those of the old log-probabilities."""
     args = copy.deepcopy(stage.args)
-    args.run_args.micro_batch_tokens = 2048
+    args.run_args.micro_batch_tokens, args.minibatches = 2048, 1
     batch = batch_of(stage.asked(stage.contexts(16)))
     policy, most = Network("policy", stage.model), 0.0
     old = batch_logprobs(policy, batch, args)
@@ -300,7 +299,10 @@ def packing(stage: Stage) -> dict:
         new = sum_per_step(action_logprobs(policy, micro, args), micro)
         ratio = (new - sum_per_step(old[micro.tokens].to(new.device), micro)).exp()
         most = max(most, (ratio - 1).abs().max().item())
-    return {"first ratios": most}
+    policy.optimizer = torch.optim.SGD(policy.trained, lr=0.0)
+    advantages = torch.ones(batch.num_steps)
+    stats = load("rloo_sokoban").policy_update(policy, batch, old, advantages, args)
+    return {"first ratios": max(abs(stats["ratio"] - 1), stats["clip_fraction"]), "rounding": most}
 
 
 def trainers_attention(stage: Stage) -> dict:

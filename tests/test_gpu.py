@@ -222,10 +222,11 @@ def test_templates_and_stops(engine, figure):
 
 
 def test_first_ratios(engine, figure):
-    """What rounding adds to ratios. In the first minibatch they are 1 by the scripts' policy_update
-    (tests/test_gradients.py)."""
-    most = engine("bfloat16")["first ratios"]
-    assert figure("largest distance of a step's ratio from 1, by rounding", most, high=0.5)
+    """Nothing has been learnt before the first minibatch: ratios that are not 1 are noise."""
+    found = engine("bfloat16")
+    figure("distance of a step's ratio from 1 by rounding, largest", found["rounding"])
+    most = found["first ratios"]
+    assert figure("distance of the first minibatch's ratios from 1", most, high=0.05)
 
 
 def test_flash_attention(engine, figure, cards):
