@@ -61,8 +61,7 @@ FLAGS = {  # the variables that the page sets
     "--max-steps 10 --max-action-tokens 512 --max-context-tokens 8192",
     "HOMES": "--alfworld-data DIR --max-steps 50 --show all --anchor text --inadmissible valid "
     "--tasks-per-iteration 16 --eval-tasks 140 --iterations 150 --learning-rate 1e-6 "
-    "--invalid-penalty 0.1 "
-    "--max-action-tokens 512 --max-context-tokens 4096",
+    "--invalid-penalty 0.1 --max-action-tokens 512 --max-context-tokens 4096",
 }
 QWEN, OTHER = "--model Qwen/Qwen2.5-7B-Instruct", "--model meta-llama/Llama-3.1-8B-Instruct"
 SMALLER = "--model Qwen/Qwen2.5-1.5B-Instruct"

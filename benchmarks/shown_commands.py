@@ -14,7 +14,6 @@ from statistics import mean
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from envs.alfworld import AlfWorld
-from envs.alfworld.plan import way, wish_of
 
 from transformers import AutoTokenizer
 
@@ -33,8 +32,7 @@ def main() -> None:
         for task in env.eval_tasks[:128]:
             episode = env.reset(task)
             firsts.append(length(episode.prompt))
-            game = episode.house.game
-            for words in way(game.start(), wish_of(game)):
+            for words in episode.house.walkthrough:
                 observation, *_ = episode.step(f"<think>x</think><action>{words}</action>")
                 others.append(length(observation))
         print(f"| `{show}` | {mean(firsts):.0f} | {mean(others):.0f} |")

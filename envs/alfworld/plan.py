@@ -253,7 +253,7 @@ class House:
 
 
 def house(problem: str, sentence: str, walkthrough=()) -> House:
-    game, walkthrough = Game(problem, sentence), tuple(walkthrough)
+    game = Game(problem, sentence)
     wish = wish_of(game)
     play = game.start()
     best = shortest(play, wish) if wish else None

@@ -104,7 +104,7 @@ def released_house(path) -> House | None:
     if not found.solvable:
         return None
     try:
-        for walkthrough in (map(understood, found.walkthrough), ()):
+        for walkthrough in ([*map(understood, found.walkthrough)], ()):
             known = house(found.problem, found.sentence, walkthrough)
             play = known.game.start()
             if play.won:
