@@ -87,7 +87,6 @@ SEEING_CHATML = CHATML.replace(
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
 )
 HELD_OUT = 256  # the last training tasks, for early stopping; in Sokoban other tasks share rooms
-PANEL = 128  # the first evaluation tasks, as --eval-tasks of the scripts
 
 
 @dataclass
@@ -123,6 +122,7 @@ class Args:
     learning_rate: float = 3e-3  # Learning rate (AdamW); 1e-5 for a pretrained model.
     decay: bool = False  # Linear decay of the rate to 0 at --max-updates; else constant.
     eval_every: int = 20  # Updates between evaluations on held-out tasks.
+    eval_tasks: int = 256  # Episodes of an evaluation, one a held-out task and two a panel's.
     eval_temperature: float = 0.4  # Sampling temperature in evaluations.
     vocabulary: int = 640
     """Tokens of a new tokenizer, including 256 bytes and three special tokens."""
@@ -414,7 +414,8 @@ def main():
     seeing = getattr(env, "shows_pictures", False)
 
     if args.model:
-        reading = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
+        reading = {"use_safetensors": True, "trust_remote_code": False}
+        reading["dtype"] = getattr(torch, args.run_args.dtype)
         try:
             sees = args.model, args.model, reading
             model = read_seeing_model(*sees) if seeing else read_causal_model(args.model, **reading)
@@ -452,7 +453,8 @@ def main():
     parts = f"{len(tokenizer)} tokens in the vocabulary, {len(trajectories)} episodes"
     print(f"{env.name}: {size:.2f} M parameters, {parts}")
 
-    held_out, order, begin = list(env.train_tasks[-HELD_OUT:]), iter(()), time.time()
+    held_out = list(env.train_tasks[-HELD_OUT:][: args.eval_tasks])
+    order, begin = iter(()), time.time()
     for number in tqdm(range(1, args.max_updates + 1), "updates", disable=None):
         chosen = list(islice(order, args.batch_size))
         if len(chosen) < args.batch_size:
@@ -478,7 +480,7 @@ def main():
     tokenizer.save_pretrained(args.out)
     if seeing:
         processor.processor.save_pretrained(args.out)
-    row = evaluate([task for task in env.eval_tasks[:PANEL] for _ in range(2)])
+    row = evaluate([task for task in env.eval_tasks[: args.eval_tasks // 2] for _ in range(2)])
     reached = f"{row['eval/success']:.3f} +- {row['eval/success_error']:.3f}"
     print(f"{args.out}: success {reached} on the evaluation panel")
     if success < args.target:

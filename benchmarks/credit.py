@@ -171,7 +171,7 @@ class Measuring:
                 causal = plain(self.policy.activate())
                 hidden = self.policy.hidden(micro.ids.to(causal.device))[:, :-1]
                 hidden = hidden[is_action.to(causal.device)]
-                logits = causal.get_output_embeddings()(hidden).cpu() / args.temperature
+                logits = causal.get_output_embeddings()(hidden).float().cpu() / args.temperature
             targets, steps = micro.ids[:, 1:][is_action], batch.token_step[micro.tokens]
             chance = logits.softmax(-1)[:, way_ids]  # [k, 4]
             gives_way = torch.isin(targets, way_ids)

@@ -86,13 +86,13 @@ def random_qwen(shape: tuple):
 def networks(build, lora, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) -> list:
     """[policy, PRM] as a script has them: build(dtype) makes the initial model, lora(rank) is the
     script's. prm_rank 0: the policy alone."""
+    from runtime.distributed import fsdp
     from runtime.networks import Network, add_adapter
 
     import torch
     from torch.optim import AdamW
 
-    frozen = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    model = build(frozen if lora_rank else torch.float32)
+    model = build(torch.float32 if fsdp.wanted() else getattr(torch, dtype))
     if lora_rank:
         model = add_adapter(model, "policy", lora(lora_rank))
     found = [Network("policy", model)]

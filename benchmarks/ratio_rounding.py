@@ -3,13 +3,14 @@
     python benchmarks/ratio_rounding.py --model HuggingFaceTB/SmolLM2-135M-Instruct
 
 The model continues 16 passages of docs/worlds.md, each by --answer sampled tokens: a step. Its
-log-probabilities are computed in bfloat16 (autocast, as the scripts do): once for all 16, then for
+log-probabilities are computed with bfloat16 weights, as the scripts do: once for all 16, then for
 halves, as minibatches have them, before and after a change of every weight by --changes, of random
 signs. What a float32 model says that the change does to a step is taken away: the rest is rounding.
 Written: benchmarks/results/ratio-rounding.md.
 """
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,23 +49,26 @@ def main() -> None:
         trajectory.append(text[: -given.answer], text[-given.answer :])
         trajectory.steps.append(Step("", "", [0.0] * given.answer))
         trajectories.append(trajectory)
-    batch, policy = flatten(trajectories), Network("policy", model)
+    batch, exact = flatten(trajectories), Network("policy", model)
+    rounded = Network("policy", copy.deepcopy(model).bfloat16())
     halves = [torch.arange(16) % 2 == part for part in (0, 1)]
 
-    def logprobs(dtype: str, parts=(None,)) -> torch.Tensor:
+    def logprobs(policy: Network, parts=(None,)) -> torch.Tensor:
+        dtype = "float32" if policy is exact else "bfloat16"
         run_args = SimpleNamespace(dtype=dtype, micro_batch_tokens=8192)
         args = SimpleNamespace(run_args=run_args, temperature=1.0)
         with torch.no_grad():
             return sum(batch_logprobs(policy, batch, args, only) for only in parts)
 
-    whole, halved, exact = logprobs("bfloat16"), logprobs("bfloat16", halves), logprobs("float32")
+    whole, halved, first = logprobs(rounded), logprobs(rounded, halves), logprobs(exact)
     before = [weight.detach().clone() for weight in model.parameters()]
     lines = []
     for change in given.changes:
         with torch.no_grad():
-            for weight, old in zip(model.parameters(), before):
+            for weight, master, old in zip(exact.trained, rounded.trained, before):
                 weight.copy_(old + change * torch.randn_like(old).sign())
-        new, learnt = logprobs("bfloat16", halves), logprobs("float32") - exact
+                master.rounded.copy_(weight)
+        new, learnt = logprobs(rounded, halves), logprobs(exact) - first
         for how, old in (("otherwise", whole), ("alike", halved)):
             noise = new - old - learnt
             steps, true = (sum_per_step(x, batch).abs() for x in (noise, learnt))

@@ -26,8 +26,7 @@ def check(args, env) -> tuple[str, Any, Any, list[int]]:
     run_args, script = args.run_args, Path(sys.argv[0])
     check_words([f"--{name}={value}" for name, value in flags.items()], kinds)  # the defaults
     for name, value in flags.items():  # as from_args and the defaults have made them
-        kind = KINDS.get(kinds[name].kind, object)
-        if not isinstance(value, kind) and str(value) != "inf":
+        if not isinstance(value, KINDS.get(kinds[name].kind, object)) and str(value) != "inf":
             refuse(name, repr(value), f"from_args, or a default, made it {type(value).__name__}")
     text = script.read_text(errors="replace") if script.is_file() else ""
     needed.update(name for name in ("anchor", "game_reward") if f".{name}" in text)

@@ -89,10 +89,8 @@ class Range:
         name = self.kind.__name__.upper()
         if self.least == SMALL:
             return f"{name}>=0" if self.or_zero else f"{name}>0"
-        if self.least < 0:
-            return name
         if self.most >= MOST:
-            return f"{name}>={self.least:g}"
+            return name if self.least < 0 else f"{name}>={self.least:g}"
         return f"{self.least:g}<={name}<={self.most:g}"
 
     def refusal(self, text: str) -> str:
@@ -133,16 +131,13 @@ TABLE = {
     Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
         max_context_tokens minibatches eval_every eval_tasks keep micro_batch_tokens processes
         prm_replay in_flight crossings guarded needed max_updates demonstrations batch_size
-        episodes""",
+        episodes eval_samples engine_memory layers hidden heads kv_heads""",
     Range(int, 2, 10_000): "group_size",
-    Range(int, 1, 10_000): "eval_samples engine_memory",
     Range(int, 0, 2**32 - 1): "seed",
     Range(int, 1, 4): "num_boxes",
     Range(int, 6, 10): "room_size",
     Range(int, 1, 1024): "cell_pixels",
     Range(int, 1, 100): "tries",
-    Range(int, 1, 256): "layers",
-    Range(int, 1, 16_384): "hidden heads kv_heads",
     Range(int, 259, 1_000_000): "vocabulary",
     Range(float, 0.0, 1.0): """learning_rate prm_learning_rate critic_learning_rate gamma gae_lambda
         step_gamma distance_discount target noise observation_share""",

@@ -99,8 +99,8 @@ def shape_of(config) -> Shape | None:
 
 def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float]:
     """Bytes at the peak of an iteration, by what they are for. Weights that train have four float32
-    numbers each (value, two moments, gradient), frozen ones one: of --dtype beside an adapter of
-    the policy's, else float32. gpu: else the matrix library has buffers, as large as a matrix."""
+    numbers each (value, two moments, gradient), and those that compute in bfloat16 one more, which
+    is all that a frozen one has. gpu: else the matrix library has buffers, as large as a matrix."""
     adapted, cards, number = bool(setting.lora_rank), setting.cards, setting.number
     trained, adapter, frozen, root = shape.dense, shape.adapter, 0, shape.embeddings
     sees = shape.tower and not setting.freeze_vision
@@ -109,19 +109,17 @@ def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float
         frozen = 0 if sees else shape.tower.dense
         trained, adapter = trained + sees * shape.tower.dense, adapter + sees * shape.tower.adapter
     first = adapter * setting.lora_rank if adapted else trained / cards  # numbers that train
-    policy = 12 * first + (number * (trained + frozen) if adapted else 4 * frozen / cards)
+    beside = 2 * (trained + frozen) if number == 2 and cards == 1 else 4 * frozen / cards
+    whole = 12 * trained / cards + beside
+    policy = 12 * first + number * (trained + frozen) if adapted else whole
     rank = setting.lora_rank if setting.prm_copy else setting.prm_rank
     second = adapter * rank / (1 if setting.own_base else cards)
     prm = 12 * second + setting.own_base * trained
-    if setting.prm_copy and not adapted:
-        second, prm = first, policy
-    elif setting.own_base == 16:
-        second, prm = trained / cards, 12 * trained / cards
-    cast = 0.0
+    if setting.own_base == 16 or setting.prm_copy and not adapted:
+        second, prm = trained / cards, whole
+    gathered = 0.0
     if cards > 1:  # what belongs to no layer, a layer and the next one; gradients, whole and summed
-        cast = number * (2 * root + 3 * shape.layer) + 4 * shape.layer
-    elif setting.dtype == "bfloat16" and not adapted:  # autocast's copy, kept for the backward pass
-        cast = 2 * (trained + frozen)
+        gathered = number * (2 * root + 3 * shape.layer) + 4 * shape.layer
     activations = kept(shape, setting, setting.tokens)
     if sees:
         activations += kept(shape.tower, setting, setting.tokens * PICTURES * shape.tower.patches)
@@ -130,7 +128,7 @@ def predict(shape: Shape, setting: Setting, gpu: bool = True) -> dict[str, float
         "policy": policy,
         "PRM": prm,
         "gradients": 4 * max(first, second),
-        "weights gathered or cast": cast,
+        "weights gathered": gathered,
         "activations": activations,
         "logits": logits * 4 * 3,  # values, softmax, gradient
         "buffers": 0.0 if gpu else 4 * shape.vocabulary * shape.hidden,
@@ -142,17 +140,17 @@ def kept(shape: Shape, setting: Setting, tokens: float) -> float:
     layer = tokens * kept_by_layer(shape, setting.dtype)
     if not setting.recompute:
         return (shape.layers + 1) * layer  # and one layer's gradients
-    stream = 2 if setting.lora_rank and setting.dtype == "bfloat16" else 4
-    return tokens * shape.layers * shape.hidden * stream + 2 * layer  # what goes into each, and one
+    stream = tokens * shape.layers * shape.hidden * setting.number  # what goes into each
+    return stream + 2 * layer  # and one
 
 
 def kept_by_layer(shape: Shape, dtype: str) -> int:
     """What a layer keeps of a token for its backward pass [bytes]: inputs and outputs of norms,
-    projections and attention. bfloat16 has a copy of each projection's input, and float32 norms."""
+    projections and attention. In bfloat16, norms keep their input in float32."""
     h, i, q, k = shape.hidden, shape.inner, shape.queries, shape.keys
     norms = q + k if shape.head_norms else 0
     if dtype == "bfloat16":
-        return 4 * 4 * h + 2 * (5 * h + 2 * q + 2 * k + 4 * i) + 6 * norms
+        return 2 * (8 * h + 2 * q + 2 * k + 4 * i) + 6 * norms
     return 4 * (6 * h + 2 * q + 2 * k + 4 * i + 2 * norms)
 
 
@@ -186,11 +184,9 @@ def setting_of(args, cards: int) -> Setting:
     """What a script's flags say; cards: that share the policy."""
     run_args = args.run_args
     rank = getattr(args, "prm_lora_rank", getattr(args, "critic_lora_rank", 0))
-    own_base = 0  # an adapter of iStar's stands on the policy
-    if hasattr(args, "critic_lora_rank") or getattr(args, "step_reward", "") == "head":
-        own_base = (2 if run_args.dtype == "bfloat16" else 4) if rank else 16
-    elif hasattr(args, "prm_score") and not args.policy_lora_rank:  # PRIME's: on a float32 copy
-        own_base = 4
+    apart = hasattr(args, "critic_lora_rank") or getattr(args, "step_reward", "") == "head"
+    apart |= hasattr(args, "prm_score") and not args.policy_lora_rank  # PRIME's, on a copy
+    own_base = ({"float32": 4}.get(run_args.dtype, 2) if rank else 16) if apart else 0
     episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
     is_elsewhere, longest = run_args.engine_url or run_args.engine == "hf", args.max_context_tokens
     share = 0.0 if is_elsewhere else run_args.engine_gpu_share

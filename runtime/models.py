@@ -53,8 +53,7 @@ def check_headers(path: Path) -> None:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():
-                    part = tensors.get_slice(name)
-                    dtype = part.get_dtype()
+                    dtype = (part := tensors.get_slice(name)).get_dtype()
                     if dtype not in ("F64", "F32", "F16", "BF16") and len(part.get_shape()) > 1:
                         raise ModelError(f"{file.name}: quantised weights do not train ({dtype})")
         except (SafetensorError, OSError) as error:
@@ -143,8 +142,7 @@ def read_chat(tokenizer, stop_ids: list[int], name: str, processor=None, run=Non
     if not tokenizer.chat_template:
         raise ModelError("no chat template: add chat_template.jinja, or take an instruct model")
     try:
-        options = template_options(run, tokenizer) if run else {}
-        chat = Chat(tokenizer, stop_ids, processor, options)
+        chat = Chat(tokenizer, stop_ids, processor, template_options(run, tokenizer) if run else {})
     except Exception as error:  # a template is a program, and may do anything
         why = f"its chat template cannot be used ({first_line(error)}); edit a copy: it gets"
         raise ModelError(f"{why} user and assistant in turn, without a system message") from error

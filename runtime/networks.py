@@ -12,6 +12,7 @@ from runtime.view.terminal import warn
 from runtime.vision.pictures import has_frozen_tower, never_sampled, picture_inputs
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 SKIPS = 3  # so many updates in a row that are not finite end a run
@@ -60,14 +61,39 @@ def add_adapter(model, name: str, lora):
     return model
 
 
+def master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    """What an optimiser trains for a bfloat16 weight, which small steps would not move: a float32
+    copy, to which backward passes add their gradients (arXiv 1710.03740). Else the weight."""
+    if weight.dtype != torch.bfloat16:
+        return weight
+    master = torch.nn.Parameter(weight.detach().float())
+
+    def pass_on(weight):
+        gradient, weight.grad = weight.grad.float(), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+
+    weight.register_post_accumulate_grad_hook(pass_on)
+    master.rounded = weight
+    return master
+
+
+@register_optimizer_step_post_hook
+@torch.no_grad()
+def round_weights(optimizer, *_) -> None:
+    """After any optimiser's step: bfloat16 weights get the values of their float32 copies."""
+    for master in chain(*(group["params"] for group in optimizer.param_groups)):
+        if hasattr(master, "rounded"):
+            master.rounded.copy_(master)
+
+
 class Network:
     """What computes log-probabilities with some weights, and the optimiser that trains them.
     name: the network's in checkpoints, and its adapter's if it has one. adapters: of those on the
-    model, these compute. trained: the parameters that are its own."""
+    model, these compute. trained: the parameters that are its own, in float32."""
 
     def __init__(self, name: str, model, adapters: tuple[str, ...] = ()):
         self.name, self.model, self.adapters = name, model, adapters or (name,)
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.trained = [master_of(p) for p in model.parameters() if p.requires_grad]
         self.optimizer = None
         self.skips = 0  # updates in a row that were not finite
 
@@ -104,7 +130,8 @@ class Network:
         """The model, computing as this network does and training its parameters alone."""
         compute_with(self.model, self.adapters)
         if self.plain.trains != self.name:
-            self.plain.trains, trained = self.name, self.trained
+            self.plain.trains = self.name
+            trained = [getattr(p, "rounded", p) for p in self.trained]
             if fsdp.is_sharded(self.plain):  # all that trains does so always; peft has changed it
                 trained = [p for name, p in self.plain.named_parameters() if ".lora_" in name]
             else:
@@ -277,8 +304,5 @@ def assert_finite(weights) -> None:
 
 def dense_weights(model, dtype: str) -> dict[str, torch.Tensor]:
     """{name: tensor} of policy_weights in this dtype, on the CPU of the first process."""
-    found = {}
-    for name, tensor in policy_weights(model):
-        if processes.rank() == 0:
-            found[name] = tensor.to(getattr(torch, dtype)).cpu().contiguous()
-    return found
+    own = ((n, t.to(getattr(torch, dtype))) for n, t in policy_weights(model))  # all have to ask
+    return {name: t.cpu().contiguous() for name, t in own if processes.rank() == 0}

@@ -19,7 +19,7 @@ from runtime.networks import Network, add_adapter, recompute_layers
 from runtime.rollout import play_ahead, rollout
 from runtime.saving.checkpoints import export_policy, load_checkpoint, save_checkpoint
 from runtime.saving.files import append, to_json, write_json
-from runtime.saving.opening import open_run, peak_memory, refuse_other_ranks
+from runtime.saving.opening import open_run, refuse_other_ranks
 from runtime.view import report, stuck, terminal
 from runtime.worlds import check_world
 
@@ -68,7 +68,7 @@ class Run:
         logging.disable_progress_bar()  # a bar for each checkpoint would hide the run's own
         args, run_args = self.args, self.args.run_args
         try:
-            model = self.read_model(whole=lora is None)
+            model = self.read_model()
             trust, processor = run_args.trust_remote_code, getattr(model, "picture_processor", None)
             self.tokenizer = models.read_tokenizer(self.model_path, model, trust)
             stop_ids = models.stop_ids_of(model, self.tokenizer)
@@ -101,9 +101,9 @@ class Run:
         self.policy_model = model if fsdp.wanted() else model.to(self.device)
         return self.policy_model, self.engine, self.chat
 
-    def read_model(self, whole: bool):
-        """--model's network: what trains as a whole is float32, what is frozen has --dtype."""
-        reading = self.reading | ({"dtype": torch.float32} if whole else {})
+    def read_model(self):
+        """--model's network in --dtype; in float32 where FSDP keeps the weights that train."""
+        reading = self.reading | ({"dtype": torch.float32} if fsdp.wanted() else {})
         if not getattr(self.env, "shows_pictures", False):
             return models.read_causal_model(self.model_path, **reading)
         model = models.read_seeing_model(self.model_path, self.args.model, reading)
@@ -151,7 +151,9 @@ class Run:
                 self.land()
         export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
         if processes.rank() == 0:
-            self.starts[-1]["peak_memory_gib"] = round(peak_memory(), 2)
+            peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 2**10
+            peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak
+            self.starts[-1]["peak_memory_gib"] = round(peak / 2**30, 2)
             write_json(self.path / "run.json", {"starts": self.starts})
         report.summary(self)
         report.write_page(self)
@@ -236,9 +238,8 @@ class Run:
             append(self.path / "metrics.jsonl", [to_json(self.row)])
             if self.board:
                 self.board.log(self.row, step=self.row["iteration"])
-            begun, first = self.begun
-            done, left = self.iteration - first, self.args.iterations - self.iteration
-            pace = (time.perf_counter() - begun) / done if done else 0.0  # seconds an iteration
+            done, left = self.iteration - self.begun[1], self.args.iterations - self.iteration
+            pace = (time.perf_counter() - self.begun[0]) / done if done else 0.0  # s an iteration
             report.show(self.row, pace * left or None)
             if self.panel:
                 report.draw_curve(self.rows, self.path)

@@ -469,13 +469,14 @@ def peak(path: str, prm_rank: int, tokens: int) -> dict:
 
 
 def fsdp_peaks(shape: list) -> dict:
-    """Peaks [bytes] of an update of iStar's PRM and of its policy, sharded over these processes."""
-
+    """Peaks [bytes] of an update of iStar's PRM and of its policy, sharded over these processes: on
+    a card what is allocated; on a CPU what is resident beyond what was before the networks."""
     istar, count = load("istar_sokoban"), int(os.environ["WORLD_SIZE"])
     args = settings(dtype="bfloat16", micro_batch_tokens=4096, processes=count, engine="none")
     args.tasks_per_iteration, args.policy_lora_rank, args.prm_ridge = 4, 0, 0.1
     device = processes.start(args)
     torch.manual_seed(0)
+    before = 0 if CUDA else resident(mark="VmRSS") * 1e9
     policy, prm = networks(
         lambda kind: random_qwen(tuple(shape)).to(kind), istar.lora, 0, "bfloat16"
     )
@@ -492,9 +493,12 @@ def fsdp_peaks(shape: list) -> dict:
     updates["prm"] = lambda: istar.prm_update(prm, policy, trajectories[:4], args)
     for _ in range(2):  # the moments are there from the second time on
         for name, do in updates.items():
-            torch.cuda.reset_peak_memory_stats()
+            if CUDA:
+                torch.cuda.reset_peak_memory_stats()
+            else:
+                Path("/proc/self/clear_refs").write_text("5")
             do()
-            peaks[name] = torch.cuda.max_memory_allocated()
+            peaks[name] = torch.cuda.max_memory_allocated() if CUDA else resident() * 1e9 - before
     return peaks
 
 

@@ -68,10 +68,10 @@ class Board:
         self.rows.append((step, row))
 
 
-def networks_of(seed: int, layers: int = 2, prm: str = "adapter"):
+def networks_of(seed: int, layers: int = 2, prm: str = "adapter", dtype=torch.float32):
     """A policy and a PRM with moments, as a script has them; the PRM an adapter on the policy or a
     "model"."""
-    policy = network(random_model(seed, layers))
+    policy = network(random_model(seed, layers).to(dtype))
     if prm == "adapter":
         other = policy.with_adapter("prm", LoraConfig(r=4, target_modules="all-linear"))
     else:
@@ -250,6 +250,17 @@ def test_the_last_ones_and_the_best_are_kept(run):
     save(run, again, 10, 0.7, sparse, history[:7])
     assert names(run) == ["000010"] and not list((run / "exported").iterdir())
     assert os.readlink(run / "best") == "checkpoints/000010/policy"
+
+
+def test_bfloat16_weights_are_taken_up_with_what_they_were_rounded_from(run):
+    networks, others = networks_of(1, dtype=torch.bfloat16), networks_of(2, dtype=torch.bfloat16)
+    save(run, networks, 1)
+    assert load_checkpoint(run, others, {})[0] == 1
+    expected = parameters_of(networks)
+    assert same(expected, parameters_of(others))
+    assert any((t.bfloat16() != t).any() for t in expected)  # there is something to lose
+    dense = [[*policy.plain.parameters()] for policy, _ in (networks, others)]
+    assert same(*dense) and torch.bfloat16 in {p.dtype for p in dense[0]}
 
 
 def test_a_new_best_adapter_is_kept_with_its_moments(run):

@@ -816,26 +816,45 @@ def test_critic_learns_returns_and_is_saved_whole(script, critic_of, tmp_path):
     assert torch.equal(again, over_batch(module.token_values, critic, batch, args))
 
 
-def test_an_update_of_a_millionth_is_not_lost_in_bfloat16(trainer):
-    """--dtype bfloat16 is that of the matrix products; weights that train are float32. As bfloat16
-    they stand still."""
-    model = random_model(0)
-    before = [p.detach().clone() for p in model.parameters()]
+@pytest.mark.parametrize("kind", (torch.float32, torch.bfloat16))
+def test_an_update_of_a_millionth_is_not_lost_in_bfloat16(kind, trainer):
+    """--dtype bfloat16 is that of the matrix products; what trains is float32, beside weights in
+    bfloat16 too, which are its rounded values. As bfloat16 alone they stand still."""
+    policy = network(random_model(0).to(kind))
+    before = [p.detach().clone() for p in policy.trained]
     batch, args = flatten(random_trajectories()), settings(dtype="bfloat16")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
-    policy = network(model, optimizer)
+    policy.optimizer = torch.optim.AdamW(policy.trained, lr=1e-6, weight_decay=0.0)
     old = batch_logprobs(policy, batch, args)
-    exact = batch_logprobs(policy, batch, settings())
+    exact = batch_logprobs(network(random_model(0)), batch, settings())
     assert (old - exact).abs().max() > 1e-3  # it is in use
     batch = batch._replace(engine_logprobs=old)
     advantages = torch.linspace(-1, 1, len(batch.step_traj))
     trainer.policy_update(policy, batch, old, advantages, args)
 
-    pairs = [(p.detach(), b) for p, b in zip(model.parameters(), before)]
+    pairs = [(p.detach(), b) for p, b in zip(policy.trained, before)]
     moved = torch.cat([(p - b).abs().flatten() for p, b in pairs])
     assert moved.max() == pytest.approx(1e-6, rel=0.2) and (moved > 5e-7).float().mean() > 0.5
     rounded = [(p.bfloat16() == b.bfloat16()).float().mean() for p, b in pairs]
     assert sum(rounded) / len(rounded) > 0.99
+    computing = [*policy.model.parameters()]
+    assert all(torch.equal(w, p.to(kind)) for w, p in zip(computing, policy.trained))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(budget):
+    """Those of all micro-batches: as float32 weights of the same values have them, within rounding
+    to bfloat16; none is left on the weights."""
+    rounded, found = random_model(0).bfloat16(), []
+    for policy in (network(copy.deepcopy(rounded).float()), network(rounded)):
+        batch = flatten(random_trajectories())
+        args = settings(dtype="bfloat16", micro_batch_tokens=budget)
+        captured(policy)
+        batch_logprobs(policy, batch, args, graph=True).mean().backward()
+        policy.optimizer.step()
+        found.append(policy.optimizer.gradient)
+    assert {p.grad.dtype for p in policy.trained} == {torch.float32}
+    assert all(p.grad is None for p in rounded.parameters())
+    assert (found[1] - found[0]).norm() < 0.05 * found[0].norm()
 
 
 # ------------ log-probabilities and padding ------------

@@ -124,14 +124,14 @@ DENSE, RANK = QWEN_7B.dense, QWEN_7B.adapter
         ("rloo_sokoban", {}, 0),
         ("istar_sokoban", {}, 12 * 16 * RANK),  # an adapter on the policy
         ("istar_sokoban", dict(policy_lora_rank=4, prm_lora_rank=8), 12 * 8 * RANK),
-        ("istar_paper_sokoban", {}, 12 * DENSE),  # a full copy
+        ("istar_paper_sokoban", {}, 14 * DENSE),  # a full copy
         ("istar_paper_sokoban", dict(policy_lora_rank=4), 12 * 4 * RANK),  # of the adapter
-        ("istar_webshop_ablations", dict(prm_lora_rank=0), 12 * DENSE),
-        ("prime_webshop", {}, 12 * 16 * RANK + 4 * DENSE),  # on a copy of the initial policy
+        ("istar_webshop_ablations", dict(prm_lora_rank=0), 14 * DENSE),
+        ("prime_webshop", {}, 12 * 16 * RANK + 2 * DENSE),  # on a copy of the initial policy
         ("prime_webshop", dict(policy_lora_rank=4), 12 * 16 * RANK),  # on the policy's base
         ("ppo_webshop", {}, 12 * 16 * RANK + 2 * DENSE),  # on a model of its own, read in --dtype
         ("ppo_webshop", dict(policy_lora_rank=4), 12 * 16 * RANK + 2 * DENSE),
-        ("ppo_webshop", dict(critic_lora_rank=0), 12 * DENSE),
+        ("ppo_webshop", dict(critic_lora_rank=0), 14 * DENSE),
         ("istar_webshop_ablations", dict(step_reward="head"), 12 * 16 * RANK + 2 * DENSE),
     ],
 )
@@ -144,9 +144,10 @@ def test_what_stands_beside_the_policy_is_counted(script, changes, expected):
     assert parts["PRM"] == expected
     if not args.policy_lora_rank:
         divided = predict(QWEN_7B, setting_of(args, 8))
-        alone = script == "prime_webshop" or parts["PRM"] == 12 * 16 * RANK + 2 * DENSE
-        assert divided["PRM"] == (expected if alone else expected / 8)
-        assert divided["policy"] == parts["policy"] / 8
+        if expected != 12 * 16 * RANK + 2 * DENSE:
+            expected = min(expected, 12 * DENSE) / 8  # bfloat16 weights come and go
+        assert divided["PRM"] == expected
+        assert (parts["policy"], divided["policy"]) == (14 * DENSE, 12 * DENSE / 8)
 
 
 @pytest.mark.parametrize("script", ["istar_sokoban", "istar_paper_sokoban", "prime_webshop"])

@@ -35,7 +35,9 @@ UPDATES = {  # the networks of a script that are updated
 }
 
 
-def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.CompletedProcess:
+def launch(
+    kind: str, *command, cwd: Path, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess:
     """A command in two processes: by torchrun, or by accelerate with the configuration for FSDP;
     hsdp: in four, as two machines of two cards each."""
     if kind == "torchrun":
@@ -47,11 +49,19 @@ def launch(kind: str, *command, cwd: Path, check: bool = True) -> subprocess.Com
         launcher += ["--config_file", ROOT / "configs" / "fsdp.yaml"]
         if kind == "hsdp":
             launcher += ["--num_processes", "4", "--parallelism_config_dp_replicate_size", "2"]
-    own = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    own = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | environment
     options = dict(cwd=cwd, capture_output=True, text=True, timeout=1200, env=own)
     done = subprocess.run([*launcher, *command], **options)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def sharded_peaks(shape: tuple, home: Path) -> dict[str, int]:
+    """tests/on_card.py's fsdp_peaks [bytes], of the first of two processes, which give freed memory
+    back at once."""
+    command = str(ROOT / "tests" / "on_card.py"), "fsdp_peaks", json.dumps({"shape": shape})
+    done = launch("fsdp", *command, cwd=home, MALLOC_MMAP_THRESHOLD_="100000")
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"')))
 
 
 def rows(run: Path, name: str) -> list[dict]:
@@ -111,6 +121,11 @@ def test_the_update_of_several_processes_is_that_of_one(kind, script, alone, div
         else:
             assert value.norm() > 1e-6, name
             assert (two[name] - value).norm() <= 1e-5 * value.norm(), name
+
+
+def test_a_sharded_prm_takes_no_more_memory_than_the_update(tmp_path):
+    peaks = sharded_peaks((256, 512, 2, 4, 2, 4096, True), tmp_path)
+    assert 2**26 < peaks["prm"] <= 1.1 * peaks["update"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp"])

@@ -180,8 +180,7 @@ class ServerEngine:
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
         """One answer to a context, of whatever server has one. Raises EngineError."""
         seed = torch.randint(2**31, (), generator=self.generator).item()
-        asked = sampling.asked(self.stop_ids) | {"seed": seed}
-        request = request_of(context, **asked)
+        request = request_of(context, **sampling.asked(self.stop_ids), seed=seed)
         while True:
             while not self.ready_servers():
                 await asyncio.sleep(PAUSE / 10)

@@ -166,8 +166,7 @@ class TransformersEngine(Engine):
         self.seen &= self.seen.cumsum(1) <= torch.tensor(common, device=device)[:, None]
 
     def autocast(self):
-        enabled = self.dtype == "bfloat16"
-        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=enabled)
+        return torch.autocast(self.model.device.type, torch.bfloat16, self.dtype == "bfloat16")
 
     def forward(self, ids, real, sampling: SamplingParams, places=None) -> torch.Tensor:
         """Log-probabilities [B, vocabulary] of what follows ids [B, n], of which `real` [B, n] are

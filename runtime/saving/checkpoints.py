@@ -181,8 +181,7 @@ def export_policy(run: Path, rows: list[dict], networks: list[Network], tokenize
     if processes.rank() or not kept_in(run) or not is_adapted(policy.model):
         return
     last, best, exported = kept_in(run)[-1], best_of(rows), run / "exported"
-    names = [path.name for path in kept_in(run) if path == last or int(path.name) == best]
-    for name in names:
+    for name in (path.name for path in kept_in(run) if path == last or int(path.name) == best):
         if not (exported / name).is_dir():
             install(last.with_name(name), policy)
             write_dense(last.with_name("draft"), policy, tokenizer, args)
@@ -248,6 +247,8 @@ def install(path: Path, network: Network) -> None:
             own.append(piece[rows[is_here]])
             rows -= len(piece)
         fsdp.local(target.detach()).copy_(torch.cat(own))
+        if hasattr(target, "rounded"):
+            target.rounded.detach().copy_(target)
 
 
 def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[int, list[dict]]:

@@ -224,13 +224,6 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
     }
 
 
-def peak_memory() -> float:
-    """The most memory that this process has had at a time [GiB]: the GPU's, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
-
-
 def git(*words: str) -> str | None:
     """What git says of the source tree; None where there is no git or no repository."""
     here = Path(__file__).parent

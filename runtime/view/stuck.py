@@ -59,8 +59,7 @@ def sample_of(network) -> list[torch.Tensor]:
 
 
 def moved(network, before: list[torch.Tensor]) -> float:
-    """The share of these weights (sample_of) that are others now, in all processes; by less than
-    1e-9 none is: one that begins at 0, as LoRA's B, moves at any rate."""
+    """The share of these weights (sample_of) that have moved since by 1e-9, in all processes."""
     changed = sum(((a - b).abs() > 1e-9).sum() for a, b in zip(before, sample_of(network)))
     changed, number = processes.total([float(changed), float(sum(map(len, before)))])
     return changed / number

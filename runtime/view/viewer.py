@@ -29,8 +29,7 @@ WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' sc
 def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> Path:
     """Write the page of a run, or of two side by side; its path. most: episodes of each run."""
     read = [read_run(run, most) for run in runs]
-    names = ["view", *(run["name"] for run in read[1:])]
-    out = out or runs[0] / f"{'-against-'.join(names)}.html"
+    out = out or runs[0] / f"{'-against-'.join(['view', *(r['name'] for r in read[1:])])}.html"
     packs = {}  # {id of an element of the page: what it holds}
     chunks = [(path, kept) for path, run in zip(runs, read) for kept in run["sets"]]
     for number, (path, kept) in enumerate(chunks):
