@@ -137,6 +137,7 @@ class Args:
     matching_heads: bool = False
     """New heads are initialised to attend to tokens that are equal, near ones most."""
     max_steps: int = 15  # Longest episode [steps].
+    signs: int = 40  # Number of different signs on Crossings.
     max_action_tokens: int = 16  # Longest answer [tokens].
     max_context_tokens: int = 1024
     """Longest context [tokens]; longer episodes are truncated. Also a new model's positions."""
@@ -409,7 +410,8 @@ def main():
     random.seed(args.seed)
     torch.manual_seed(args.seed)
     world = import_module(f"envs.{args.environment}")
-    env = getattr(world, WORLDS[args.environment])(max_steps=args.max_steps)
+    own = {"signs": args.signs} if args.environment == "crossings" else {}
+    env = getattr(world, WORLDS[args.environment])(max_steps=args.max_steps, **own)
     demonstrations = demonstrate(env, world.expert, args)
     seeing = getattr(env, "shows_pictures", False)
 

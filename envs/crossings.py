@@ -60,18 +60,28 @@ class CrossingsArgs:
     crossings: int = 16  # Crossings of a walk; each takes a step.
     guarded: int = 10  # Number of crossings that are guarded.
     needed: int = 7  # Right answers at guarded crossings that a walk needs to succeed.
+    signs: int = 40  # Number of different signs, each with a right way of its own.
 
 
 class Crossings:
     """Walks, their tasks and their split. No task is in two of the three sets."""
 
-    def __init__(self, max_steps: int = 16, guarded: int | None = None, needed: int | None = None):
+    def __init__(
+        self,
+        max_steps: int = 16,
+        guarded: int | None = None,
+        needed: int | None = None,
+        signs: int = len(SIGNS),
+    ):
         """max_steps: the crossings of a walk; guarded: 10 of them, needed: 7 of those, or as many
         as there are. Raises ValueError where more are asked for than there can be."""
         guarded = min(10, max_steps) if guarded is None else guarded
         needed = min(7, guarded) if needed is None else needed
         if not 1 <= needed <= guarded <= max_steps:
             raise ValueError(f"1 <= needed {needed} <= guarded {guarded} <= crossings {max_steps}")
+        if not 1 <= signs <= len(SIGNS):
+            raise ValueError(f"1 <= signs {signs} <= {len(SIGNS)}")
+        self.signs = SIGNS[:signs]
         self.crossings, self.guarded, self.needed = max_steps, guarded, needed
         self.name = f"{max_steps} crossings, {guarded} guarded, {needed} right answers needed"
         first = EVAL_TASKS + VALIDATION_TASKS  # that is trained on
@@ -82,13 +92,13 @@ class Crossings:
     @classmethod
     def from_args(cls, args) -> "Crossings":
         """The world of a script's flags. A walk has --crossings steps; --max-steps is no less."""
-        world = args.world
+        world, signs = args.world, getattr(args.world, "signs", len(SIGNS))
         if args.max_steps < world.crossings:
             sys.exit(
                 f"--max-steps {args.max_steps}: a walk has --crossings {world.crossings} steps"
             )
         try:
-            return cls(world.crossings, world.guarded, world.needed)
+            return cls(world.crossings, world.guarded, world.needed, signs)
         except ValueError as error:
             sys.exit(f"--crossings, --guarded, --needed: {error}")
 
@@ -97,7 +107,7 @@ class Crossings:
         rng = drawn("walk", self.crossings, self.guarded, task)
         guarded = set(rng.sample(range(self.crossings), self.guarded))
         places = (GUARDED if turn in guarded else OPEN for turn in range(self.crossings))
-        return [(rng.choice(kind), rng.choice(SIGNS)) for kind in places]
+        return [(rng.choice(kind), rng.choice(self.signs)) for kind in places]
 
     def reset(self, task: int) -> "Episode":
         return Episode(self.walk(task), self.needed)

@@ -130,7 +130,7 @@ TABLE = {
         save_every num_products saved_pictures min_updates""",
     Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
         max_context_tokens minibatches eval_every eval_tasks keep micro_batch_tokens processes
-        prm_replay in_flight crossings guarded needed max_updates demonstrations batch_size
+        prm_replay in_flight crossings guarded needed signs max_updates demonstrations batch_size
         episodes eval_samples engine_memory layers hidden heads kv_heads""",
     Range(int, 2, 10_000): "group_size",
     Range(int, 0, 2**32 - 1): "seed",

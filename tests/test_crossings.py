@@ -135,6 +135,16 @@ def test_flags_make_the_world():
     assert (env.crossings, env.guarded, env.needed) == (6, 4, 2)
 
 
+def test_signs_are_as_many_as_the_flag_says():
+    world = SimpleNamespace(crossings=16, guarded=10, needed=7, signs=8)
+    env = Crossings.from_args(SimpleNamespace(world=world, max_steps=16))
+    seen = {sign for task in range(100) for _, sign in env.walk(task)}
+    assert len(seen) == 8 < len({sign for task in range(100) for _, sign in ENV.walk(task)})
+    for signs in (0, 41):
+        with pytest.raises(ValueError, match=f"signs {signs} "):
+            Crossings(signs=signs)
+
+
 @pytest.mark.parametrize("noise", (0.0, 0.4))
 def test_the_expert_is_right_half_of_the_time(noise):
     """Where it is not, it follows the sign's wrong habit; noise is a share of any ways."""
