@@ -128,16 +128,18 @@ class Text:
 TABLE = {
     Range(int, 0, MOST): """history policy_lora_rank critic_lora_rank prm_lora_rank prm_steps
         save_every num_products saved_pictures min_updates""",
-    Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens
+    Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens episodes
         max_context_tokens minibatches eval_every eval_tasks keep micro_batch_tokens processes
-        prm_replay in_flight crossings guarded needed signs max_updates demonstrations batch_size
-        episodes eval_samples engine_memory layers hidden heads kv_heads""",
+        prm_replay in_flight crossings guarded needed signs max_updates demonstrations batch_size""",
     Range(int, 2, 10_000): "group_size",
+    Range(int, 1, 10_000): "eval_samples engine_memory",
     Range(int, 0, 2**32 - 1): "seed",
     Range(int, 1, 4): "num_boxes",
     Range(int, 6, 10): "room_size",
     Range(int, 1, 1024): "cell_pixels",
     Range(int, 1, 100): "tries",
+    Range(int, 1, 256): "layers",
+    Range(int, 1, 16_384): "hidden heads kv_heads",
     Range(int, 259, 1_000_000): "vocabulary",
     Range(float, 0.0, 1.0): """learning_rate prm_learning_rate critic_learning_rate gamma gae_lambda
         step_gamma distance_discount target noise observation_share""",
