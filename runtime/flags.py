@@ -129,8 +129,8 @@ TABLE = {
     Range(int, 0, MOST): """history policy_lora_rank critic_lora_rank prm_lora_rank prm_steps
         save_every num_products saved_pictures min_updates""",
     Range(int, 1, MOST): """iterations tasks_per_iteration max_steps max_action_tokens episodes
-        max_context_tokens minibatches eval_every eval_tasks keep micro_batch_tokens processes
-        prm_replay in_flight crossings guarded needed signs max_updates demonstrations batch_size""",
+        max_context_tokens minibatches eval_every eval_tasks keep micro_batch_tokens processes signs
+        prm_replay in_flight crossings guarded needed max_updates demonstrations batch_size""",
     Range(int, 2, 10_000): "group_size",
     Range(int, 1, 10_000): "eval_samples engine_memory",
     Range(int, 0, 2**32 - 1): "seed",
