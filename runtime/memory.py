@@ -184,19 +184,19 @@ def setting_of(args, cards: int) -> Setting:
     """What a script's flags say; cards: that share the policy."""
     run_args = args.run_args
     rank = getattr(args, "prm_lora_rank", getattr(args, "critic_lora_rank", 0))
-    apart = hasattr(args, "critic_lora_rank") or getattr(args, "step_reward", "") == "head"
-    apart |= hasattr(args, "prm_score") and not args.policy_lora_rank  # PRIME's, on a copy
-    own_base = ({"float32": 4}.get(run_args.dtype, 2) if rank else 16) if apart else 0
+    prime = hasattr(args, "prm_score") and not args.policy_lora_rank  # on a copy of the policy
+    number = 4 if run_args.dtype == "float32" or prime and cards > 1 else 2  # FSDP's is float32
+    apart = prime or hasattr(args, "critic_lora_rank") or getattr(args, "step_reward", "") == "head"
+    own_base = (number if rank else 16) if apart else 0
     episodes = -(-args.tasks_per_iteration * args.group_size // run_args.processes)
     is_elsewhere, longest = run_args.engine_url or run_args.engine == "hf", args.max_context_tokens
     share = 0.0 if is_elsewhere else run_args.engine_gpu_share
     tokens = min(max(run_args.micro_batch_tokens, longest), episodes * longest)
-    written = min(1.0, args.max_steps * args.max_action_tokens / longest)
     copied, frozen = hasattr(args, "prm_learning_rate"), getattr(args.world, "freeze_vision", False)
     told = dict(lora_rank=args.policy_lora_rank, prm_rank=rank, prm_copy=copied and not rank)
     told |= dict(own_base=own_base, freeze_vision=frozen, cards=cards, engine_share=share)
     told |= dict(dtype=run_args.dtype, recompute=run_args.gradient_checkpointing)
-    return Setting(tokens, written, **told)
+    return Setting(tokens, min(1.0, args.max_steps * args.max_action_tokens / longest), **told)
 
 
 def tell_if_too_much(config, args, cards: int, card: float | None) -> None:

@@ -152,7 +152,7 @@ class Run:
         export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
         if processes.rank() == 0:
             peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 2**10
-            peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else peak
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak
             self.starts[-1]["peak_memory_gib"] = round(peak / 2**30, 2)
             write_json(self.path / "run.json", {"starts": self.starts})
         report.summary(self)

@@ -144,7 +144,9 @@ def test_what_stands_beside_the_policy_is_counted(script, changes, expected):
     assert parts["PRM"] == expected
     if not args.policy_lora_rank:
         divided = predict(QWEN_7B, setting_of(args, 8))
-        if expected != 12 * 16 * RANK + 2 * DENSE:
+        if script == "prime_webshop":  # a copy of the float32 weights
+            expected += 2 * DENSE
+        elif expected != 12 * 16 * RANK + 2 * DENSE:
             expected = min(expected, 12 * DENSE) / 8  # bfloat16 weights come and go
         assert divided["PRM"] == expected
         assert (parts["policy"], divided["policy"]) == (14 * DENSE, 12 * DENSE / 8)
