@@ -33,7 +33,7 @@ class RunArgs:
     engine_memory: int = 2  # Size of the engine's key-value cache on a CPU [GiB].
     engine_gpu_share: float = 0.4  # Share of a GPU's memory that the engine takes to sample.
     dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
-    """Precision of engine and trainer (it trains a float32 copy): bfloat16 on a GPU, else float32."""
+    """Precision of engine and trainer (optimisers: float32): bfloat16 on a GPU, else float32."""
     micro_batch_tokens: int = 8192  # Most tokens in a forward pass: bounds memory, not the result.
     gradient_checkpointing: bool = False  # Recompute layers: less memory, a third more time.
     eval_every: int = 10  # Iterations between evaluations; the last iteration is always evaluated.
