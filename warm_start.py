@@ -122,7 +122,8 @@ class Args:
     learning_rate: float = 3e-3  # Learning rate (AdamW); 1e-5 for a pretrained model.
     decay: bool = False  # Linear decay of the rate to 0 at --max-updates; else constant.
     eval_every: int = 20  # Updates between evaluations on held-out tasks.
-    eval_tasks: int = 256  # Episodes of an evaluation, one a held-out task and two a panel's.
+    eval_tasks: int = field(default=256, metadata={"least": 2, "most": 256})
+    """Episodes of an evaluation: one of each held-out task, two of each of the panel's."""
     eval_temperature: float = 0.4  # Sampling temperature in evaluations.
     vocabulary: int = 640
     """Tokens of a new tokenizer, including 256 bytes and three special tokens."""
@@ -137,7 +138,7 @@ class Args:
     matching_heads: bool = False
     """New heads are initialised to attend to tokens that are equal, near ones most."""
     max_steps: int = 15  # Longest episode [steps].
-    signs: int = 40  # Number of different signs on Crossings.
+    signs: int = field(default=40, metadata={"most": 40})  # Number of different signs, Crossings.
     max_action_tokens: int = 16  # Longest answer [tokens].
     max_context_tokens: int = 1024
     """Longest context [tokens]; longer episodes are truncated. Also a new model's positions."""

@@ -16,7 +16,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from envs.response import action_words
@@ -60,7 +60,8 @@ class CrossingsArgs:
     crossings: int = 16  # Crossings of a walk; each takes a step.
     guarded: int = 10  # Number of crossings that are guarded.
     needed: int = 7  # Right answers at guarded crossings that a walk needs to succeed.
-    signs: int = 40  # Number of different signs, each with a right way of its own.
+    signs: int = field(default=40, metadata={"most": 40})
+    """Number of different signs, each with a right way of its own."""
 
 
 class Crossings:

@@ -140,8 +140,7 @@ def kept(shape: Shape, setting: Setting, tokens: float) -> float:
     layer = tokens * kept_by_layer(shape, setting.dtype)
     if not setting.recompute:
         return (shape.layers + 1) * layer  # and one layer's gradients
-    stream = tokens * shape.layers * shape.hidden * setting.number  # what goes into each
-    return stream + 2 * layer  # and one
+    return tokens * shape.layers * shape.hidden * setting.number + 2 * layer  # inputs, and one
 
 
 def kept_by_layer(shape: Shape, dtype: str) -> int:

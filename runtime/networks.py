@@ -66,15 +66,17 @@ def master_of(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     copy, to which backward passes add their gradients (arXiv 1710.03740). Else the weight."""
     if weight.dtype != torch.bfloat16:
         return weight
-    master = torch.nn.Parameter(weight.detach().float())
+    if not hasattr(weight, "master"):
+        weight.master = torch.nn.Parameter(weight.detach().float())
+        weight.master.rounded = weight
+        weight.register_post_accumulate_grad_hook(pass_on)
+    return weight.master
 
-    def pass_on(weight):
-        gradient, weight.grad = weight.grad.float(), None
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
-    weight.register_post_accumulate_grad_hook(pass_on)
-    master.rounded = weight
-    return master
+def pass_on(weight) -> None:
+    """After a backward pass: a bfloat16 weight's gradient is added to its float32 copy's."""
+    master, gradient, weight.grad = weight.master, weight.grad, None
+    master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
 
 @register_optimizer_step_post_hook
@@ -89,7 +91,7 @@ def round_weights(optimizer, *_) -> None:
 class Network:
     """What computes log-probabilities with some weights, and the optimiser that trains them.
     name: the network's in checkpoints, and its adapter's if it has one. adapters: of those on the
-    model, these compute. trained: the parameters that are its own, in float32."""
+    model, these compute. trained: the parameters that are its own, in float32, for optimisers."""
 
     def __init__(self, name: str, model, adapters: tuple[str, ...] = ()):
         self.name, self.model, self.adapters = name, model, adapters or (name,)
@@ -130,8 +132,7 @@ class Network:
         """The model, computing as this network does and training its parameters alone."""
         compute_with(self.model, self.adapters)
         if self.plain.trains != self.name:
-            self.plain.trains = self.name
-            trained = [getattr(p, "rounded", p) for p in self.trained]
+            self.plain.trains, trained = self.name, [getattr(p, "rounded", p) for p in self.trained]
             if fsdp.is_sharded(self.plain):  # all that trains does so always; peft has changed it
                 trained = [p for name, p in self.plain.named_parameters() if ".lora_" in name]
             else:
@@ -153,7 +154,7 @@ class Network:
         model, causal = self.activate(), self.plain
         is_sharded, ids = fsdp.is_sharded(causal), micro.ids.to(model.device)
         is_action = micro.is_action[:, 1:].to(model.device)  # position t predicts token t + 1
-        # FSDP's layers compute in bfloat16 by themselves, and keep no copy of their weights
+        # for float32 adapters and heads on bfloat16 weights; FSDP's layers cast by themselves
         bfloat16 = args.run_args.dtype == "bfloat16" and not is_sharded
 
         def forward():
@@ -242,7 +243,7 @@ def sum_gradients(network: Network) -> None:
     """Each gradient of the network becomes the sum over processes, once (FSDP sums what it shards).
     Gradients that the backward pass left on other networks' weights go."""
     own = {id(parameter) for parameter in network.trained}
-    for parameter in network.model.parameters():
+    for parameter in (getattr(p, "master", p) for p in network.model.parameters()):
         if id(parameter) not in own:
             parameter.grad = None
     if processes.count() == 1:

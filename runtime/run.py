@@ -32,7 +32,7 @@ __all__ = ["Run", "ends_cleanly", "mean_of"]
 
 class Run:
     """What a script keeps of a run. eval_env, eval_tasks: the world that evaluates, and its panel.
-    is_new: nothing was evaluated yet. path: its directory. reading: how frozen weights are read."""
+    is_new: nothing was evaluated yet. path: its directory. reading: how weights are read."""
 
     def __init__(self, args, env):
         self.args, self.env = args, env
@@ -152,7 +152,7 @@ class Run:
         export_policy(self.path, self.rows, self.networks, self.tokenizer, self.args)
         if processes.rank() == 0:
             peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 2**10
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak
+            peak = torch.cuda.max_memory_allocated() or peak  # 0 without a card
             self.starts[-1]["peak_memory_gib"] = round(peak / 2**30, 2)
             write_json(self.path / "run.json", {"starts": self.starts})
         report.summary(self)

@@ -428,7 +428,7 @@ def decode(path: str) -> dict:
 def update(path: str, tokens: int = 4096) -> dict:
     """FLOP/s of a policy update in bfloat16, over those of torch.mm."""
 
-    rloo, network = load("rloo_sokoban"), Network("policy", policy_of(path))
+    rloo, network = load("rloo_sokoban"), Network("policy", policy_of(path, torch.bfloat16))
     network.optimizer = torch.optim.AdamW(network.trained, 1e-6, weight_decay=0.0)
     args = settings(dtype="bfloat16", micro_batch_tokens=tokens, minibatches=1)
     shape, length, rng = shape_of(network.model.config), 1024, random.Random(0)

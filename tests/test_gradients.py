@@ -2,8 +2,10 @@
 order change nothing."""
 
 import copy
+import gc
 import math
 import random
+import weakref
 
 from runtime import data as batching
 from runtime.data import Step, Trajectory, flatten, micro_batches, padded, sum_per_step
@@ -14,6 +16,7 @@ from runtime.networks import (
     over_batch,
     policy_weights,
     recompute_layers,
+    sum_gradients,
 )
 
 import pytest
@@ -855,6 +858,23 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32(budget):
     assert {p.grad.dtype for p in policy.trained} == {torch.float32}
     assert all(p.grad is None for p in rounded.parameters())
     assert (found[1] - found[0]).norm() < 0.05 * found[0].norm()
+
+
+def test_networks_on_the_same_bfloat16_weights_share_their_float32_copies():
+    """They go with the last of them; a step of another network leaves no gradient on them."""
+    policy = network(random_model(0).bfloat16())
+    again = Network("again", policy.model)
+    assert all(a is b for a, b in zip(policy.trained, again.trained))
+    batch, args = flatten(random_trajectories()), settings(dtype="bfloat16")
+    batch_logprobs(again, batch, args, graph=True).mean().backward()
+    assert all(p.grad is not None for p in policy.trained)
+    prm = policy.with_adapter("prm", lora())
+    sum_gradients(prm)
+    assert all(p.grad is None for p in policy.trained)
+    alive = weakref.ref(policy.trained[0])
+    del policy, again, prm, batch
+    gc.collect()
+    assert alive() is None
 
 
 # ------------ log-probabilities and padding ------------
