@@ -103,6 +103,23 @@ def networks(build, lora, lora_rank: int, dtype: str, prm_rank: int = PRM_RANK) 
     return found
 
 
+def reset_peak() -> None:
+    """Let most_bytes() count from now on."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def most_bytes() -> float:
+    """The most since reset_peak(): on a card what was allocated, else what was resident."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident() * 1e9
+
+
 def measure(path: str, setting: Setting) -> None:
     """Print what one update of each network adds to this process's memory [bytes]; what libraries
     take at their first use, an update of a tiny model has taken before."""
@@ -127,9 +144,6 @@ def measure(path: str, setting: Setting) -> None:
     def tiny(kind):
         return AutoModelForCausalLM.from_pretrained(TINY, dtype=kind).to(device)
 
-    def memory() -> float:
-        return torch.cuda.max_memory_allocated() if cuda else resident() * 1e9
-
     def update(policy, prm: list, games: int, words: int, answer: int) -> None:
         """An update of each by episodes of four steps, half of which win. A PRM sees the pairs of
         half of them: those of one micro-batch."""
@@ -151,11 +165,8 @@ def measure(path: str, setting: Setting) -> None:
     update(policy, prm, 2, 3, 1)
     del policy, prm
     gc.collect()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-    before = memory()
+    reset_peak()
+    before = most_bytes()
 
     sizes = setting.lora_rank, setting.dtype, setting.prm_rank
     policy, *prm = networks(build, istar.lora, *sizes)
@@ -167,7 +178,7 @@ def measure(path: str, setting: Setting) -> None:
     # two micro-batches in each process, a quarter of them actions
     update(policy, prm, setting.tokens // 128 * setting.cards, 48, 16)
     shape = vars(shape_of(policy.model.config))
-    print(json.dumps({"peak": memory() - before, "shape": shape, "gpu": cuda}))
+    print(json.dumps({"peak": most_bytes() - before, "shape": shape, "gpu": cuda}))
     processes.end()
 
 

@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import memory
-from throughput import ROOT, load_script, resident, work
+from throughput import ROOT, load_script, work
 
 SHAPES = memory.SHAPES | {"small": (64, 256, 2, 2, 2, 4096, True)}
 PASSES = {"rollout": 1, "log-probabilities": 1, "PRM": 5, "update": 3}  # forward passes' operations
@@ -149,15 +149,11 @@ def main() -> None:
     @contextmanager
     def phase(name: str):
         """Notes the time of what is done in it, and the memory at its peak."""
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")
+        memory.reset_peak()
         start = now(device)
         yield
         seconds[name].append(now(device) - start)
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else resident() * 1e9
-        peaks[name] = max(peaks[name], peak)
+        peaks[name] = max(peaks[name], memory.most_bytes())
 
     for _ in range(arguments.rounds + 1):
         engine.load(policy.model)

@@ -60,7 +60,7 @@ class CrossingsArgs:
     crossings: int = 16  # Crossings of a walk; each takes a step.
     guarded: int = 10  # Number of crossings that are guarded.
     needed: int = 7  # Right answers at guarded crossings that a walk needs to succeed.
-    signs: int = field(default=40, metadata={"most": 40})
+    signs: int = field(default=len(SIGNS), metadata={"most": len(SIGNS)})
     """Number of different signs, each with a right way of its own."""
 
 

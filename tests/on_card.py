@@ -40,7 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from memory import Setting, measured, networks, random_qwen
+from memory import Setting, measured, most_bytes, networks, random_qwen, reset_peak
 from throughput import resident
 
 CUDA = torch.cuda.is_available()
@@ -476,7 +476,8 @@ def fsdp_peaks(shape: list) -> dict:
     args.tasks_per_iteration, args.policy_lora_rank, args.prm_ridge = 4, 0, 0.1
     device = processes.start(args)
     torch.manual_seed(0)
-    before = 0 if CUDA else resident(mark="VmRSS") * 1e9
+    reset_peak()
+    before = most_bytes()
     policy, prm = networks(
         lambda kind: random_qwen(tuple(shape)).to(kind), istar.lora, 0, "bfloat16"
     )
@@ -493,12 +494,9 @@ def fsdp_peaks(shape: list) -> dict:
     updates["prm"] = lambda: istar.prm_update(prm, policy, trajectories[:4], args)
     for _ in range(2):  # the moments are there from the second time on
         for name, do in updates.items():
-            if CUDA:
-                torch.cuda.reset_peak_memory_stats()
-            else:
-                Path("/proc/self/clear_refs").write_text("5")
+            reset_peak()
             do()
-            peaks[name] = torch.cuda.max_memory_allocated() if CUDA else resident() * 1e9 - before
+            peaks[name] = most_bytes() - before
     return peaks
 
 
