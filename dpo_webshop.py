@@ -1,6 +1,6 @@
 r"""DPO on WebShop: online trajectory DPO of the policy itself, for multi-turn agents.
 
-Rafailov et al., arXiv 2305.18290; a baseline of iStar (arXiv 2509.19199). The loss is that of
+Rafailov et al., arXiv 2305.18290; here a baseline of iStar (2509.19199). The loss is that of
 iStar's PRM, with the sum over steps and pi_old as the reference, but it trains the policy itself,
 and there is no policy gradient. r_o: the outcome; tau+ and tau-: the better and the worse of two
 trajectories of one task; o_1:t: what the agent has seen; a_t: its action, all tokens of one answer;
@@ -12,8 +12,8 @@ pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy 
 
 At pi_theta = pi_old, L is 0, and the gradient is REINFORCE's. Its advantage is pairs won minus
 pairs lost, which for outcomes 0 and 1 is RLOO's. Later, pairs that are already separated have less
-weight. Left out: the initial model as the reference (as in Guo et al., arXiv 2402.04792), iStar's
-guards, clipping, and the penalty for invalid answers.
+weight. Left out: the initial model as the reference (Guo et al., arXiv 2402.04792, use it), our
+changes to iStar, clipping, and the penalty for invalid answers.
 
     python dpo_webshop.py                           # the tiny model: 15 minutes on one CPU core
     python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \

@@ -1,6 +1,6 @@
 r"""G2PO on WebShop: group-graph policy optimisation, for multi-turn agents.
 
-Wang et al., arXiv 2606.22995; a baseline of iStar (arXiv 2509.19199). The trajectories of a group
+Wang et al., arXiv 2606.22995; here a baseline of iStar (2509.19199). The trajectories of a group
 are merged into one graph of their states. The value of a state is the mean discounted outcome of
 its visits. The advantage of a step compares the value of its next state with those of other steps
 from the same state, and its gain in value with all steps of the group. r_o: the outcome; T: the
@@ -18,9 +18,9 @@ pi_theta: the policy in training.
                    rho = pi_theta / pi_old of each token
 
 Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip. Our choices: the end
-of an episode, truncated or not, is not a state of the graph; its value is r_o (its code: the same
-for outcomes of 0 and 1). An invalid answer subtracts 0.1 from A, as in every script (its code: from
-r_o and V(s_t+1)). w = 0 is grpo_webshop.py bit for bit.
+of an episode, truncated or not, is not a state of the graph, but has the value r_o (their code: the
+same for outcomes of 0 and 1). An invalid answer subtracts --invalid-penalty from A, as in iStar
+(their code: from r_o and V(s_t+1)). w = 0 is grpo_webshop.py bit for bit.
 
     python g2po_webshop.py                          # the tiny model: 15 minutes on one CPU core
     python g2po_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \

@@ -1,6 +1,6 @@
 r"""GAGPO on VisualSokoban: generalised advantage grouped policy optimisation, multi-turn agents.
 
-Zhu et al., arXiv 2605.13217; a baseline of iStar (arXiv 2509.19199). Trajectories of a group pass
+Zhu et al., arXiv 2605.13217; here a baseline of iStar (2509.19199). Trajectories of a group pass
 through the same states. The mean discounted outcome of a state's visits replaces the value of PPO's
 critic, and GAE over the steps of an episode gives the advantages. r_o: the outcome; T: the
 episode's last step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all
@@ -15,8 +15,8 @@ policy in training.
                    rho = (pi_theta(a_t) / pi_old(a_t))^(1 / tokens of a_t), one for each action
 
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Our choices: a
-truncated episode ends like any other, with its r_o; an invalid answer subtracts 0.1 from A, as in
-every script; gamma and lambda are those of a public reproduction.
+truncated episode ends like any other, with its r_o; an invalid answer subtracts --invalid-penalty
+from A, as in iStar; gamma and lambda are those of a public reproduction.
 
     python gagpo_visual_sokoban.py                  # the tiny model: 20 minutes on one CPU core
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \

@@ -1,4 +1,4 @@
-r"""iStar on WebShop as published: the paper's choices, or its code's where it specifies none.
+r"""iStar on WebShop as published: the paper's choices, or its code's where the paper has none.
 
 Liu et al., arXiv 2509.19199. An episode has one outcome r_o; iStar computes a reward for each of
 its steps without step labels. o_1:t: what the agent has seen; a_t: its action, all tokens of one

@@ -3,8 +3,9 @@ r"""PPO on WebShop: proximal policy optimisation with a learnt critic, for multi
 Schulman et al., arXiv 1707.06347, with GAE, arXiv 1506.02438; a baseline of iStar (arXiv
 2509.19199). Credit per step comes from a critic that predicts the outcome, not from a group or a
 reward model. o_1:t: what the agent has seen; a_t: its action, all tokens of one answer; r_t: the
-reward of a step: the outcome r_o at the last step, else 0; V_psi: the critic; pi_old: the policy
-that sampled this iteration's episodes; pi_theta: the policy in training.
+reward of a step: the outcome r_o at the last step, else 0, minus the penalty for an invalid answer;
+V_psi: the critic; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy
+in training.
 
     GAE            delta_t = r_t + gamma * V(o_1:t+1) - V(o_1:t),  V = 0 after the last step
                    A(a_t) = sum over l >= 0 of (gamma * lambda)^l * delta_t+l; standardised
@@ -67,7 +68,7 @@ class Args:
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; larger gradients are scaled down to it.
     clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
-    invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
+    invalid_penalty: float = 0.1  # Subtracted from the reward of a step whose answer is invalid.
     engine_cap: float = 2.0  # Cap on A's weight, pi_old by the trainer / pi_old by the engine.
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 

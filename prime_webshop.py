@@ -15,9 +15,9 @@ initial model, where pi_phi starts.
 
 --variant istar-code is the simpler variant in a public copy of the release of iStar's authors (it
 is not known which of its options gave their table). Each step is a sample, labelled with its
-episode's outcome, so the cross-entropy is per step; pi_ref is pi_old. The advantage of a step is a
-leave-one-out over the group of the outcome plus the step's summed reward, in which the first step
-represents each other trajectory.
+episode's outcome, so the cross-entropy is per step; pi_ref is pi_old. The advantage of a step is
+n / (n-1) * (R - mean of R over the first steps of the group's n trajectories), where R is the
+outcome plus the step's summed reward: a leave-one-out baseline from first steps.
 
 Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip; and of PRIME's
 release the filter for prompts of medium accuracy, the coefficients of the two parts, and whitening.

@@ -1,9 +1,9 @@
 r"""RLOO on VisualSokoban: REINFORCE with a leave-one-out baseline, for multi-turn agents.
 
 Ahmadian et al., arXiv 2402.14740; a baseline of iStar (arXiv 2509.19199). All steps of an episode
-get the same credit: its outcome r_o minus the mean of the group's others. o_1:t: what the agent has
-seen; a_t: its action, all tokens of one answer; pi_old: the policy that sampled this iteration's
-episodes; pi_theta: the policy in training.
+get the same credit: its outcome r_o minus the mean outcome of the group's other episodes.
+o_1:t: what the agent has seen; a_t: its action, all tokens of one answer; pi_old: the policy that
+sampled this iteration's episodes; pi_theta: the policy in training.
 
     advantage      A(a_t) = A(tau_i) = r_o(tau_i) - mean of r_o(tau_j) over the group's others j
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),

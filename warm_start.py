@@ -113,7 +113,7 @@ class Args:
     target: float = 0.3  # Success on held-out tasks at which training stops.
     min_updates: int = 200
     """Updates before the first evaluation: a clone has to learn moves, not only the format."""
-    max_updates: int = 4000  # Most updates; training then stops without the target.
+    max_updates: int = 4000  # Maximum number of updates, if the target is not reached before.
     demonstrations: int = 5000  # Number of the expert's episodes.
     noise: float = 0.85  # Probability of a random action in a demonstration.
     observation_share: float = 0.0

@@ -486,7 +486,7 @@ def algorithms_table(rows: list[dict]) -> str:
                 found.setdefault(name, {})[title] = told
     worlds = ["Crossings", *WORLDS.values()]
     lines = [[name, *(own.get(w, "") for w in worlds)] for name, own in found.items()]
-    return table(["more than RLOO, and its time", *worlds], lines)
+    return table(["difference from RLOO, and time", *worlds], lines)
 
 
 def final_table(found: list[Runs]) -> str:
