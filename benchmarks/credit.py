@@ -271,10 +271,11 @@ def shown(values: list[float]) -> str:
 
 
 def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
-    """Markdown, a line for a row, means over its seeds: success by iteration; by how much it ends
-    above the first row, seed by seed, at the last iteration that both have and at the second when
-    the first of the two runs ends (between evaluations on a straight line); what share that is of
-    the truth's; what the credit had to do with the truth, over the whole run; seconds.
+    """Markdown, a line for a row, means over its seeds: success by iteration, and its mean over the
+    evaluations after the first (area); by how much that and its end are above the first row's, seed
+    by seed, at the last iteration that both have and at the second when the first of the two runs
+    ends (between evaluations on a straight line); what share that is of the truth's; what the
+    credit had to do with the truth, over the whole run; seconds.
     columns: the beginnings of the titles that are shown (default: all)."""
     curves: dict[str, dict[int, list[dict]]] = {}  # the evaluations of a row's runs, by seed
     for row in sorted(rows, key=lambda row: row["iteration"]):
@@ -287,8 +288,9 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
         return [row["success"] for row in curve if row["iteration"] == iteration]
 
     def compared(name, other):
-        """(differences at the last iteration that both have, those by minute), of shared seeds."""
-        by_iteration, by_minute = [], []
+        """(differences at the last iteration that both have, those by minute, those of the areas up
+        to that iteration), of shared seeds."""
+        by_iteration, by_minute, of_areas = [], [], []
         for seed in sorted({*curves[name]} & {*curves[other]}):
             both = curves[name][seed], curves[other][seed]
             last = min(curve[-1]["iteration"] for curve in both)
@@ -297,7 +299,8 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
             end = min(curve[-1]["seconds"] for curve in both)
             ours, theirs = (interpolated(curve, end) for curve in both)
             by_minute.append(ours - theirs)
-        return by_iteration, by_minute
+            of_areas.append(area(both[0], last) - area(both[1], last))
+        return by_iteration, by_minute, of_areas
 
     def measured(name, key):
         """The mean of every seed."""
@@ -305,18 +308,21 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
         return [sum(values) / len(values) for values in of_seeds if values]
 
     ceiling = " ".join(["truth", *first.split()[1:]])  # with the flags of the first row
-    room = compared(ceiling, first)[0] if ceiling in curves else []
-    titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
-    titles += [f"more than {first}", "of the way", "by minute", "A with truth", "A^S with truth"]
-    titles += ["fresh pairs", "skill", "seconds an iteration"]
+    gained = compared(ceiling, first)[0] if ceiling in curves else []
+    room = sum(gained) / len(gained) if gained else 0.0
+    titles = ["row", "seeds", *[f"success at {i}" for i in iterations], "area"]
+    titles += [f"more area than {first}", f"more than {first}", "of the way", "by minute"]
+    titles += ["A with truth", "A^S with truth", "fresh pairs", "skill", "seconds an iteration"]
     shows = [not columns or title.startswith(columns) for title in titles]
     lines = [titles, ["---"] * len(titles)]
     for name in names:
-        gain, by_minute = compared(name, first)
+        gain, by_minute, of_areas = compared(name, first)
         cells = [f"`{name}`", str(len(curves[name]))]
         cells += [shown([x for c in curves[name].values() for x in at(c, i)]) for i in iterations]
+        cells.append(shown([area(c, c[-1]["iteration"]) for c in curves[name].values()]))
+        cells.append("" if name == first else shown(of_areas))
         cells.append("" if name == first else shown(gain))
-        cells.append(f"{sum(gain) / len(gain) / interval(room)[0]:.2f}" if room and gain else "")
+        cells.append(f"{sum(gain) / len(gain) / room:.2f}" if room > 0 and gain else "")
         cells.append("" if name == first else shown(by_minute))
         keys = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
         cells += [shown(measured(name, key)) for key in keys]
@@ -325,6 +331,12 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
         lines.append(cells)
     kept = [[cell for cell, show in zip(cells, shows) if show] for cells in lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in kept) + "\n"
+
+
+def area(curve: list[dict], last: int) -> float:
+    """The mean success of a curve's evaluations from its second to the one at iteration last."""
+    found = [row["success"] for row in curve[1:] if row["iteration"] <= last]
+    return sum(found) / len(found)
 
 
 def interpolated(curve: list[dict], second: float) -> float:
