@@ -41,6 +41,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 ROWS = ("rloo", "grpo", "gigpo", "prime", "istar", "truth")
 SCRIPTS = {"truth": "istar_webshop", "ablations": "istar_webshop_ablations"}  # others: ROW_webshop
+LOGGED = ("credit/advantage_truth", "credit/credit_truth")  # means of these are stored and shown
+LOGGED += ("prm/pair_accuracy", "prm/skill", "prm/credit_share")
 OWN = {  # flags of a row
     "truth": "--prm-lora-rank 1 --prm-steps 0",
 }
@@ -216,8 +218,7 @@ def evaluations(directory: Path, row: str, seed: int) -> list[dict]:
             continue
         found.append({"row": row, "seed": seed, "iteration": logged["iteration"]})
         found[-1] |= {"success": logged["eval/success"], "seconds": round(seconds, 2)}
-        names = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
-        for name in (*names, "prm/credit_share", "train/valid_actions"):
+        for name in (*LOGGED, "train/valid_actions"):
             values = [x[name] for x in since if x.get(name) is not None]
             if values:
                 found[-1][name] = round(sum(values) / len(values), 4)
@@ -271,11 +272,11 @@ def shown(values: list[float]) -> str:
 
 
 def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
-    """Markdown, a line for a row, means over its seeds: success by iteration, and its mean over the
-    evaluations after the first (area); by how much that and its end are above the first row's, seed
-    by seed, at the last iteration that both have and at the second when the first of the two runs
-    ends (between evaluations on a straight line); what share that is of the truth's; what the
-    credit had to do with the truth, over the whole run; seconds.
+    """Markdown, a line for a row, means over its seeds: success by iteration; by how much it ends
+    above the first row, seed by seed, at the last iteration that both have and at the second when
+    the first of the two runs ends (between evaluations on a straight line); what share that is of
+    the truth's; the mean of the evaluations after the first (area), and by how much it is above the
+    first row's; what the credit had to do with the truth, over the whole run; seconds.
     columns: the beginnings of the titles that are shown (default: all)."""
     curves: dict[str, dict[int, list[dict]]] = {}  # the evaluations of a row's runs, by seed
     for row in sorted(rows, key=lambda row: row["iteration"]):
@@ -310,22 +311,22 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
     ceiling = " ".join(["truth", *first.split()[1:]])  # with the flags of the first row
     gained = compared(ceiling, first)[0] if ceiling in curves else []
     room = sum(gained) / len(gained) if gained else 0.0
-    titles = ["row", "seeds", *[f"success at {i}" for i in iterations], "area"]
-    titles += [f"more area than {first}", f"more than {first}", "of the way", "by minute"]
-    titles += ["A with truth", "A^S with truth", "fresh pairs", "skill", "seconds an iteration"]
+    titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
+    titles += [f"more than {first}", "of the way", "by minute", "area", f"more area than {first}"]
+    titles += ["A with truth", "A^S with truth", "fresh pairs", "skill", "credit share of A^E"]
+    titles.append("seconds an iteration")
     shows = [not columns or title.startswith(columns) for title in titles]
     lines = [titles, ["---"] * len(titles)]
     for name in names:
         gain, by_minute, of_areas = compared(name, first)
         cells = [f"`{name}`", str(len(curves[name]))]
         cells += [shown([x for c in curves[name].values() for x in at(c, i)]) for i in iterations]
-        cells.append(shown([area(c, c[-1]["iteration"]) for c in curves[name].values()]))
-        cells.append("" if name == first else shown(of_areas))
         cells.append("" if name == first else shown(gain))
         cells.append(f"{sum(gain) / len(gain) / room:.2f}" if room > 0 and gain else "")
         cells.append("" if name == first else shown(by_minute))
-        keys = "credit/advantage_truth", "credit/credit_truth", "prm/pair_accuracy", "prm/skill"
-        cells += [shown(measured(name, key)) for key in keys]
+        cells.append(shown([area(c, c[-1]["iteration"]) for c in curves[name].values()]))
+        cells.append("" if name == first else shown(of_areas))
+        cells += [shown(measured(name, key)) for key in LOGGED]
         ends = [curve[-1] for curve in curves[name].values()]
         cells.append(shown([row["seconds"] / row["iteration"] for row in ends]))
         lines.append(cells)

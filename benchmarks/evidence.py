@@ -63,6 +63,8 @@ CROSSINGS = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS
     "credit-page": COLUMNS + ("by minute",),
     "credit-minutes": COLUMNS + ("success at", "by minute"),
     "credit-progress": COLUMNS + ("success at", "of the way"),
+    "credit-smollm2": COLUMNS + ("success at", "area", "more", "by minute", "A with", "credit"),
+    "credit-smollm2-rates": ("row", "success at", "area", "A with", "A^S", "fresh pairs", "credit"),
 }
 TRUE_CREDIT = ["run", "tasks", "pairs ranked right", "by centred rewards", "A^E", "A^S"]
 TRUE_CREDIT += ["A^S centred", "A = A^E + alpha A^S", "A less A^E", "alpha", "best alpha"]
