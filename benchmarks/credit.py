@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from intervals import student
+from intervals import area, student
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -275,8 +275,8 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
     """Markdown, a line for a row, means over its seeds: success by iteration; by how much it ends
     above the first row, seed by seed, at the last iteration that both have and at the second when
     the first of the two runs ends (between evaluations on a straight line); what share that is of
-    the truth's; the mean of the evaluations after the first (area), and by how much it is above the
-    first row's; what the credit had to do with the truth, over the whole run; seconds.
+    the truth's; the area under the curve over its width, and by how much it is above the first
+    row's; what the credit had to do with the truth, over the whole run; seconds.
     columns: the beginnings of the titles that are shown (default: all)."""
     curves: dict[str, dict[int, list[dict]]] = {}  # the evaluations of a row's runs, by seed
     for row in sorted(rows, key=lambda row: row["iteration"]):
@@ -287,6 +287,9 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
 
     def at(curve, iteration):
         return [row["success"] for row in curve if row["iteration"] == iteration]
+
+    def area_until(curve, last):
+        return area([(x["iteration"], x["success"]) for x in curve if x["iteration"] <= last])
 
     def compared(name, other):
         """(differences at the last iteration that both have, those by minute, those of the areas up
@@ -300,7 +303,8 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
             end = min(curve[-1]["seconds"] for curve in both)
             ours, theirs = (interpolated(curve, end) for curve in both)
             by_minute.append(ours - theirs)
-            of_areas.append(area(both[0], last) - area(both[1], last))
+            ours, theirs = (area_until(curve, last) for curve in both)
+            of_areas.append(ours - theirs)
         return by_iteration, by_minute, of_areas
 
     def measured(name, key):
@@ -324,7 +328,7 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
         cells.append("" if name == first else shown(gain))
         cells.append(f"{sum(gain) / len(gain) / room:.2f}" if room > 0 and gain else "")
         cells.append("" if name == first else shown(by_minute))
-        cells.append(shown([area(c, c[-1]["iteration"]) for c in curves[name].values()]))
+        cells.append(shown([area_until(c, c[-1]["iteration"]) for c in curves[name].values()]))
         cells.append("" if name == first else shown(of_areas))
         cells += [shown(measured(name, key)) for key in LOGGED]
         ends = [curve[-1] for curve in curves[name].values()]
@@ -332,12 +336,6 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
         lines.append(cells)
     kept = [[cell for cell, show in zip(cells, shows) if show] for cells in lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in kept) + "\n"
-
-
-def area(curve: list[dict], last: int) -> float:
-    """The mean success of a curve's evaluations from its second to the one at iteration last."""
-    found = [row["success"] for row in curve[1:] if row["iteration"] <= last]
-    return sum(found) / len(found)
 
 
 def interpolated(curve: list[dict], second: float) -> float:

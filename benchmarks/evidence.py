@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import credit
-from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
+from benchmarks.intervals import area, interquartile_mean, interval, probability_of_improvement
 from runtime.flags import NAME as LONGEST
 from runtime.saving.files import append, replace_file, rows_of, to_json
 from sweeps.file import Job
@@ -359,7 +359,9 @@ class Runs(NamedTuple):
 
     def areas(self) -> list[float]:
         """The mean height of each run's curve over its iterations, [S]."""
-        return [area(row["evaluations"]) for row in self.rows]
+        found = [row["evaluations"] for row in self.rows]
+        curves = [[(e["iteration"], e["score"]) for e in each] for each in found]
+        return [area(curve) for curve in curves]
 
     def gains(self) -> list[list[float]]:
         """After less before, [S, T]."""
@@ -380,13 +382,6 @@ class Runs(NamedTuple):
         """Of training an iteration, in the mean of the runs."""
         ends = [row["evaluations"][-1] for row in self.rows]
         return statistics.mean(60 * end["minutes"] / end["iteration"] for end in ends)
-
-
-def area(evaluations: list[dict]) -> float:
-    """The area under a curve over its width, by trapezoids."""
-    steps = zip(evaluations, evaluations[1:])
-    parts = [(b["iteration"] - a["iteration"]) * (a["score"] + b["score"]) / 2 for a, b in steps]
-    return sum(parts) / evaluations[-1]["iteration"]
 
 
 def cost(row: dict, evaluation: dict) -> dict[str, float]:

@@ -45,3 +45,9 @@ def interval(scores) -> tuple[float, float]:
         return float(mean), 0.0
     freedom = max(seeds - 1, variance**2 / (parts**2 / free).sum())
     return float(mean), float(student(freedom) * max(variance, *parts[:2]) ** 0.5)
+
+
+def area(curve: list[tuple[float, float]]) -> float:
+    """The area under a curve of (iteration, height) from 0, over its width, by trapezoids."""
+    steps = zip(curve, curve[1:])
+    return sum((b - a) * (low + high) / 2 for (a, low), (b, high) in steps) / curve[-1][0]

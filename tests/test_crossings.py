@@ -259,7 +259,7 @@ def test_rows_of_unequal_length_are_compared_by_iteration_and_by_minute():
     found = dict(zip(titles, lines[1]))
     assert found["more than a"] == "0.200"  # 0.6 - 0.4, after 40 iterations
     assert found["by minute"] == "-0.100"  # 0.4 - 0.5, after 60 s
-    assert found["more area than a"] == "0.000"  # 0.4 (20 and 40) - 0.4 (40), up to iteration 40
+    assert found["more area than a"] == "0.050"  # (0.1 + 0.4) / 2 - 0.2, up to iteration 40
     assert found["seeds"] == "2" and found["seconds an iteration"] == "2.000 ± 0.000"
     assert found["success at 40"].startswith("0.750") and found["success at 60"] == ""
     shown = credit.table(rows, ("row", "success at", "by")).splitlines()[0]
