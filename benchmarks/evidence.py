@@ -135,6 +135,10 @@ ON_PICTURES += [ON_PICTURES[-1] + TWO]
 SMOLLM2 = " --model runs/smollm2-sokoban"  # docs/results/pretrained.md has its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
 PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
+# On one H200, nine runs beside each other; 11 GiB each.
+ON_CARD = f"{SMOLLM2} --dtype bfloat16 --engine hf --max-steps 7 --tasks-per-iteration 8"
+ON_CARD += " --iterations 20 --eval-every 10 --save-every 20 --micro-batch-tokens 16384"
+ON_CARD += " --learning-rate 3e-5"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
@@ -144,6 +148,14 @@ STUDIES = {
     "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
     "sotopia": Study(every(ON_SOTOPIA, "sotopia", MIDDLE), level=3.5),
     "visual-sokoban": Study(ON_PICTURES, (1, 2, 3), level=0.45),
+    "page-smollm2-sokoban": Study(
+        [
+            f"rloo_sokoban.py{ON_CARD}",
+            f"istar_sokoban.py{ON_CARD}{ALPHA_1} --prm-learning-rate 3e-4",
+            f"graphgpo_sokoban.py{ON_CARD}",
+        ],
+        (1, 2, 3),
+    ),
     "smollm2-sokoban": Study(
         [
             f"rloo_sokoban.py{PRETRAINED}",

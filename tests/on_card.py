@@ -351,7 +351,7 @@ def lora(path: str, first_rate: float, least: float) -> dict:
     episodes and lowering those of others: the correlation of how far the engine's log-probability
     of an episode moves with how far it moves by the trainer in float32. The rate is the first one,
     x 2 until the trainer's spread by `least` [nats]. share: of the trainer's, what the engine's
-    is by regression."""
+    is by regression; own share: what the trainer's is that computes in bfloat16 itself."""
 
     stage = Stage(path, "bfloat16", policy_lora_rank=LORA_RANK)
     base = policy_of(path, torch.bfloat16)
@@ -363,15 +363,15 @@ def lora(path: str, first_rate: float, least: float) -> dict:
     batch = batch_of(samples)
     sequences = [context + ids for context, (ids, _) in samples]
     exact = copy.deepcopy(adapted).float()
-    policy = Network("policy", exact)
-    args = settings(dtype="float32", micro_batch_tokens=4096)
+    policy, rounded = Network("policy", exact), Network("policy", adapted)
     signs = torch.where(torch.arange(len(samples)) % 2 == 0, 1.0, -1.0).to(DEVICE)
 
-    def by_trainer(backward: bool = False) -> torch.Tensor:
+    def by_trainer(network=policy, dtype="float32", backward: bool = False) -> torch.Tensor:
         found = torch.zeros(len(samples), device=DEVICE)
+        args = settings(dtype=dtype, micro_batch_tokens=4096)
         for micro in micro_batches(batch, args):
             with torch.set_grad_enabled(backward):
-                summed = sum_per_step(action_logprobs(policy, micro, args), micro)
+                summed = sum_per_step(action_logprobs(network, micro, args), micro)
             if backward:
                 (-signs[micro.steps.to(DEVICE)] * summed).sum().backward()
             found[micro.steps.to(DEVICE)] = summed.detach()
@@ -383,6 +383,7 @@ def lora(path: str, first_rate: float, least: float) -> dict:
 
     start = copy.deepcopy(exact.state_dict())
     before, engines, rate = by_trainer(), by_engine(), first_rate
+    own = by_trainer(rounded, "bfloat16")
     while True:
         exact.load_state_dict(start)
         optimizer = torch.optim.AdamW(policy.trained, rate, weight_decay=0.0)
@@ -400,14 +401,18 @@ def lora(path: str, first_rate: float, least: float) -> dict:
             if ".lora_" in name:
                 parameter.copy_(theirs[name])
     stage.engine.load(adapted)
-    reached = by_engine() - engines
+    reached, own = by_engine() - engines, (by_trainer(rounded, "bfloat16") - own).cpu()
     pair = torch.stack([reached, shift])
-    share = (torch.cov(pair)[0, 1] / shift.var()).item()
+
+    def share(of) -> float:
+        return (torch.cov(torch.stack([of, shift]))[0, 1] / shift.var()).item()
+
     deltas = [m.get_delta_weight("policy") for m in exact.modules() if hasattr(m, "lora_A")]
     weights = [m.base_layer.weight for m in exact.modules() if hasattr(m, "lora_A")]
     sizes = [torch.cat([t.detach().flatten() for t in each]).norm() for each in (deltas, weights)]
     size = (sizes[0] / sizes[1]).item()
-    told = {"correlation": torch.corrcoef(pair)[0, 1].item(), "share": share}
+    told = {"correlation": torch.corrcoef(pair)[0, 1].item(), "share": share(reached)}
+    told["own share"] = share(own)
     return told | {"rate": rate, "relative": size, "shift": shift.std().item()}
 
 
@@ -425,7 +430,7 @@ def decode(path: str) -> dict:
     return {"decode": sum(len(ids) for _, (ids, _) in samples) / seconds}
 
 
-def update(path: str, tokens: int = 4096) -> dict:
+def update(path: str, tokens: int = 8192) -> dict:
     """FLOP/s of a policy update in bfloat16, over those of torch.mm."""
 
     rloo, network = load("rloo_sokoban"), Network("policy", policy_of(path, torch.bfloat16))

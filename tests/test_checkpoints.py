@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
 import runtime.run
@@ -30,6 +31,7 @@ from runtime.saving.checkpoints import (
     sum_of,
 )
 from runtime.saving.files import append, hash_file, hash_files, write_json
+from runtime.saving.opening import provenance
 
 import pytest
 import torch
@@ -910,6 +912,16 @@ def test_another_model_under_the_same_name_is_refused(copy, tmp_path):
     (copy / "run.json").write_text(json.dumps(start))
     said = stopped(ISTAR, "", *RESUME, cwd=tmp_path)
     assert f"--model {load(ISTAR).Args().model}" in said and "hash" in said
+
+
+def test_versions_are_of_what_is_imported(tmp_path, monkeypatch):
+    """Of two packages with a name it is the one that comes first in sys.path."""
+    other = tmp_path / "torch-0.0.1.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Name: torch\nVersion: 0.0.1\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    told = provenance(Namespace(seed=1), Namespace(name="a world"), {})
+    assert told["versions"]["torch"] == version("torch")
 
 
 def test_a_run_says_what_made_it(straight):

@@ -205,7 +205,7 @@ def hash_of_panel(run) -> str:
 
 def provenance(args, env, hashes: dict[str, str]) -> dict:
     """An entry of run.json, for one start of a run."""
-    packages = [p for name in PACKAGES.split() for p in Distribution.discover(name=name)]
+    packages = [p for n in PACKAGES.split() for p in [*Distribution.discover(name=n)][:1]]
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
