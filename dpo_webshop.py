@@ -10,10 +10,10 @@ pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy 
     policy         min_theta -E log sigmoid( beta * [L(tau+) - L(tau-)] ),  r_o(tau+) > r_o(tau-),
                    over all pairs within a group
 
-At pi_theta = pi_old, L is 0, and the gradient is REINFORCE's. Its advantage is pairs won minus
-pairs lost, which for outcomes 0 and 1 is RLOO's. Later, pairs that are already separated have less
-weight. Left out: the initial model as the reference (Guo et al., arXiv 2402.04792, use it), our
-changes to iStar, clipping, and the penalty for invalid answers.
+At pi_theta = pi_old, L is 0, and the gradient is proportional to REINFORCE's with the advantage
+"pairs won minus pairs lost", which for outcomes 0 and 1 is proportional to RLOO's. Later, pairs
+that are already separated have less weight. Left out: the initial model as the reference (Guo et
+al., arXiv 2402.04792, use it), our changes to iStar, clipping, and the penalty for invalid answers.
 
     python dpo_webshop.py                           # the tiny model: 15 minutes on one CPU core
     python dpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \

@@ -20,7 +20,7 @@ policy in training.
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Our choices: the end
 of an episode, truncated or not, is not a state of the graph, but has the value r_o (their code: the
 same for outcomes of 0 and 1). An invalid answer subtracts --invalid-penalty from A, as in iStar
-(their code: from r_o and V(s_t+1)). w = 0 is grpo_sokoban.py bit for bit.
+(their code: from r_o and V(s_t+1)). w = 0 is GRPO at the same rate, bit for bit.
 
     python g2po_sokoban.py                          # the tiny model: 6 minutes on one CPU core
     python g2po_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \

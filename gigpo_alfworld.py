@@ -15,9 +15,9 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
                    rho = pi_theta / pi_old of each token
 
 Left out, as in istar_alfworld.py: KL to a reference, entropy bonus, dual clip. Our choices: F
-applies to A^S alone (in the paper also to A^E), so that w = 0 is grpo_alfworld.py bit for bit; the
-only reward is the outcome at the end, as in the other algorithms (the paper adds up the game's own
-rewards).
+applies to A^S alone (in the paper also to A^E), so that w = 0 is GRPO at the same rate, bit for
+bit; the only reward is the outcome at the end, as in the other algorithms (the paper adds up the
+game's own rewards).
 
     python gigpo_alfworld.py                        # the tiny model: 30 minutes on one CPU core
     python gigpo_alfworld.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \

@@ -12,9 +12,9 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
-pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt.
-Other changes to istar_paper_sotopia.py: r_phi minus its regression on log pi_old, skill, replay,
-ridge (r_phi^2), A^S only for valid answers in groups with a pair, pairs cut to equal length.
+pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt. Not
+in istar_paper_sotopia.py: r_phi minus its regression on log pi_old, skill, replay, ridge (r_phi^2),
+A^S only for valid answers in groups with a pair, pairs cut to equal length.
 
     python istar_sotopia.py    # scored by a rule: 6 minutes; docs/worlds.md: 7B, self-play, a judge
 """

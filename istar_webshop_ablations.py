@@ -1,10 +1,10 @@
 """Ablations of iStar on WebShop: between istar_webshop.py and the paper, and other step rewards.
 
-Without flags it is istar_webshop.py with RLOO's A^E, which defines the symbols. The flags change:
+Without flags it is istar_webshop.py (it defines the symbols) with RLOO's A^E. The flags change:
 
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
-    --as-published credit        Every step gets A^S: groups without a pair, invalid answers.
+    --as-published credit        Every step gets A^S, also if invalid or in a group without a pair.
     --as-published preference    The regression on log pi_old is not subtracted from r_phi.
     --prm-lora-rank 0            The PRM is a full copy of the policy.
     --prm-replay 0               The PRM is trained on this iteration's pairs only.

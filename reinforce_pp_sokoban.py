@@ -2,8 +2,8 @@ r"""REINFORCE++ with baseline on Sokoban, for multi-turn agents.
 
 Hu et al., arXiv 2501.03262; a baseline of iStar (arXiv 2509.19199). All steps of an episode get the
 same credit: its outcome r_o minus the group's mean, with one scale for the whole batch. GRPO's
-scale per group gives rare outcomes of easy or hard tasks the most weight; here all tasks have equal
-weight. o_1:t: what the agent has seen; a_t: its action, all tokens of one answer; pi_old: the
+scale per group gives rare outcomes of easy or hard tasks the most weight; here all tasks have the
+same scale. o_1:t: what the agent has seen; a_t: its action, all tokens of one answer; pi_old: the
 policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     centred        c(tau) = r_o(tau) - mean of r_o over the group, tau itself included

@@ -143,7 +143,7 @@ UNSTORED = (
     "ranked 0.75 of the 333 new pairs right (not stored",
     "at most 0.16 of A^E (not stored)",
     "ranked 0.50 of new pairs right in iterations 5 to 28, and 0.60 with the replay",
-    "had a share of 0.17 valid answers in its fourth iteration (with the ridge: 0.96 or more)",
+    "had a share of valid answers of 0.17 in its fourth iteration (with the ridge: 0.96 or more)",
 )
 
 
