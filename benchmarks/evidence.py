@@ -58,12 +58,14 @@ LOGGED = {
 # Tables of benchmarks/credit.py, and how the titles of those columns begin that the pages show.
 CREDIT = "alpha-beta rates tuning ablation trials normalisation"
 COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
+SMOLLM2_COLUMNS = "success at", "area", "more", "by minute", "A with", "credit"
 CROSSINGS = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
     "credit": COLUMNS + ("of the way", "by minute"),
     "credit-page": COLUMNS + ("by minute",),
     "credit-minutes": COLUMNS + ("success at", "by minute"),
     "credit-progress": COLUMNS + ("success at", "of the way"),
-    "credit-smollm2": COLUMNS + ("success at", "area", "more", "by minute", "A with", "credit"),
+    "credit-smollm2": COLUMNS + SMOLLM2_COLUMNS,
+    "credit-smollm2-slow": COLUMNS + SMOLLM2_COLUMNS,
     "credit-smollm2-rates": ("row", "success at", "area", "A with", "A^S", "fresh pairs", "credit"),
 }
 TRUE_CREDIT = ["run", "tasks", "pairs ranked right", "by centred rewards", "A^E", "A^S"]
