@@ -137,8 +137,8 @@ ON_PICTURES += [ON_PICTURES[-1] + TWO]
 SMOLLM2 = " --model runs/smollm2-sokoban"  # docs/results/pretrained.md has its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
 PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
-# On one H200, nine runs beside each other; 11 GiB each.
-ON_CARD = f"{SMOLLM2} --dtype bfloat16 --engine hf --max-steps 7 --tasks-per-iteration 8"
+# On one H200, side by side: 13 to 15 GiB of the card each. Of a clone of its own.
+ON_CARD = f"{SMOLLM2}-2 --dtype bfloat16 --engine hf --max-steps 7 --tasks-per-iteration 8"
 ON_CARD += " --iterations 20 --eval-every 10 --save-every 20 --micro-batch-tokens 16384"
 ON_CARD += " --learning-rate 3e-5"
 STUDIES = {

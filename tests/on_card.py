@@ -351,7 +351,7 @@ def lora(path: str, first_rate: float, least: float) -> dict:
     episodes and lowering those of others: the correlation of how far the engine's log-probability
     of an episode moves with how far it moves by the trainer in float32. The rate is the first one,
     x 2 until the trainer's spread by `least` [nats]. share: of the trainer's, what the engine's
-    is by regression; own share: what the trainer's is that computes in bfloat16 itself."""
+    is by regression. own: the same for the trainer's forward pass in bfloat16."""
 
     stage = Stage(path, "bfloat16", policy_lora_rank=LORA_RANK)
     base = policy_of(path, torch.bfloat16)
@@ -412,7 +412,7 @@ def lora(path: str, first_rate: float, least: float) -> dict:
     sizes = [torch.cat([t.detach().flatten() for t in each]).norm() for each in (deltas, weights)]
     size = (sizes[0] / sizes[1]).item()
     told = {"correlation": torch.corrcoef(pair)[0, 1].item(), "share": share(reached)}
-    told["own share"] = share(own)
+    told["own"] = [share(own), torch.corrcoef(torch.stack([own, shift]))[0, 1].item()]
     return told | {"rate": rate, "relative": size, "shift": shift.std().item()}
 
 
@@ -430,7 +430,7 @@ def decode(path: str) -> dict:
     return {"decode": sum(len(ids) for _, (ids, _) in samples) / seconds}
 
 
-def update(path: str, tokens: int = 8192) -> dict:
+def update(path: str, tokens: int = 4096, micros: int = 16) -> dict:
     """FLOP/s of a policy update in bfloat16, over those of torch.mm."""
 
     rloo, network = load("rloo_sokoban"), Network("policy", policy_of(path, torch.bfloat16))
@@ -439,7 +439,7 @@ def update(path: str, tokens: int = 8192) -> dict:
     shape, length, rng = shape_of(network.model.config), 1024, random.Random(0)
     words = [
         [rng.randrange(300, shape.vocabulary) for _ in range(length)]
-        for _ in range(4 * tokens // length)
+        for _ in range(micros * tokens // length)
     ]
     cut = length * 3 // 4
     batch = batch_of([(ids[:cut], (ids[cut:], [0.0] * (length - cut))) for ids in words])

@@ -252,7 +252,8 @@ def test_lora_in_the_process(model, figure):
     figure("change relative to the weights", found["relative"])
     figure("spread of episodes' shifts by the trainer [nats]", found["shift"])
     figure("share of it in the engine", found["share"])
-    figure("share of it in the trainer's own bfloat16", found["own share"])
+    for name, value in zip(("share", "correlation"), found["own"]):
+        figure(f"{name} of the trainer's own bfloat16", value)
     assert figure("correlation with the engine's", found["correlation"], low=0.95)
 
 
