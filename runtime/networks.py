@@ -293,8 +293,7 @@ def adapter_weights(model, name: str) -> dict[str, torch.Tensor]:
 
 
 def assert_finite(weights) -> None:
-    """Raise FloatingPointError, in all processes, where in one of them a number of these
-    (name, tensor) is not finite."""
+    """FloatingPointError, in all processes, where a number of a (name, tensor) is not finite."""
     bad = []
     for name, tensor in weights:
         parts = tensor.flatten().split(2**22)  # the answer takes memory too

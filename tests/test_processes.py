@@ -384,6 +384,14 @@ def test_the_launchers_number_has_to_be_the_flags(number, started, tmp_path, mon
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
+def test_copies_of_a_sharded_policy_have_to_divide_the_processes(monkeypatch):
+    told = {"WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"}
+    for name, value in (told | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "3"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="--processes 4: 3 copies of the policy have to divide it"):
+        processes.start(settings(processes=4))
+
+
 HOSTS = """
 set -e
 mount -t tmpfs none /run && mkdir /run/netns

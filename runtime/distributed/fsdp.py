@@ -24,8 +24,7 @@ def copies() -> int:
 
 def shard(model, dtype: str, device) -> None:
     """Divide the model's weights and adapters between the processes, layer by layer. Layers compute
-    in --dtype, unless accelerate's configuration names a precision; weights and sums stay float32.
-    What is to train has to require gradients before."""
+    in --dtype or accelerate's precision, sums are float32. What trains requires gradients first."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)

@@ -20,12 +20,14 @@ gather = gather_object  # the items of all processes' lists, in the processes' o
 
 
 def start(args) -> torch.device:
-    """This process's device, once it knows the others; before the engine, which finds them
-    connected. Exits where the launcher started another number of processes than --processes."""
+    """This process's device, once it knows the others, whom the engine finds connected. Exits
+    where the launcher started another number of processes than --processes."""
     run_args = args.run_args
     number, launched = run_args.processes, int(os.environ.get("WORLD_SIZE", 1))
     if launched != number:
         sys.exit(f"--processes {number}: {launched} started; {GIVES}")
+    if number % (copies := fsdp.copies()):
+        sys.exit(f"--processes {number}: {copies} copies of the policy have to divide it")
     tasks = {"tasks-per-iteration": args.tasks_per_iteration, "eval-tasks": run_args.eval_tasks}
     for flag, given in tasks.items():
         if given < number:
@@ -40,8 +42,7 @@ def start(args) -> torch.device:
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(hours=2))
     if fsdp.wanted() and (args.policy_lora_rank or run_args.engine == "hf"):
         sys.exit("--policy-lora-rank, --engine hf: FSDP shards a policy that is trained whole")
-    # with it transformers loads weights in the first process only
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # else the first process alone loads
     if not state.is_main_process:
         sys.stdout = open(os.devnull, "w")
         sys.stderr.isatty = lambda: False  # without progress bars

@@ -169,6 +169,9 @@ class ServerEngine:
 
     async def send(self, server: Server) -> None:
         """Broadcast a whole policy to a server's workers. Raises LostError, EngineError."""
+        if processes.rank():  # the first process sends; an answer says whether it has
+            await self.ask(server, request_of(self.stop_ids[:1], max_tokens=1), self.weights)
+            return
         sent = Future()  # of a daemon: a broadcast to a worker that has died never returns
         threading.Thread(target=server.receive, args=(self.memory, sent), daemon=True).start()
         await asyncio.wait([asyncio.wrap_future(sent)], timeout=BACK_WITHIN)
@@ -199,9 +202,9 @@ class ServerEngine:
                 if self.fruitless >= TRIES * len(self.servers):
                     raise EngineError(f"no sample in {TRIES} tries ({error})") from error
 
-    async def ask(self, server: Server, request: dict) -> Sample:
+    async def ask(self, server: Server, request: dict, weights: Weights | None = None) -> Sample:
         """A server's answer to a request. Raises LostError, EngineError."""
-        weights, request = server.weights, request | {"cache_salt": server.salt}
+        weights, request = weights or server.weights, request | {"cache_salt": server.salt}
         if weights.adapter:
             request["model"] = weights.adapter.name
         server.in_flight += 1
@@ -273,8 +276,7 @@ class ServerEngine:
         server.is_lost = False
         return ""
 
-    def sleep(self) -> None:  # the servers' memory is not the trainer's
-        pass
+    def sleep(self) -> None: ...  # the servers' memory is not the trainer's
 
     def load(self, model) -> None:
         self.landed()  # what a thread samples with the weights before (--async-rollout)
@@ -288,9 +290,8 @@ class ServerEngine:
             write_adapter(path, model, "policy")
             self.weights = Weights(f"{self.path} alone", self.path, path)
         else:
-            weights = dense_weights(model, self.args.run_args.dtype)
+            self.memory.weights = weights = dense_weights(model, self.args.run_args.dtype)
             assert_finite(weights.items())
-            self.memory.weights = weights
             if is_first and {server.backend for server in self.servers} != {TRANSFER}:
                 save_file(weights, path / "model.safetensors")
             self.weights = Weights(path.name, str(path))
