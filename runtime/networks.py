@@ -293,7 +293,7 @@ def adapter_weights(model, name: str) -> dict[str, torch.Tensor]:
 
 
 def assert_finite(weights) -> None:
-    """FloatingPointError, in all processes, where a number of a (name, tensor) is not finite."""
+    """Raise FloatingPointError, in all processes, where a (name, tensor) is not finite."""
     bad = []
     for name, tensor in weights:
         parts = tensor.flatten().split(2**22)  # the answer takes memory too

@@ -402,17 +402,17 @@ def lora(path: str, first_rate: float, least: float) -> dict:
                 parameter.copy_(theirs[name])
     stage.engine.load(adapted)
     reached, own = by_engine() - engines, (by_trainer(rounded, "bfloat16") - own).cpu()
-    pair = torch.stack([reached, shift])
 
-    def share(of) -> float:
-        return (torch.cov(torch.stack([of, shift]))[0, 1] / shift.var()).item()
+    def with_shift(of) -> list[float]:
+        """[share, correlation]."""
+        pair = torch.stack([of, shift])
+        return [(torch.cov(pair)[0, 1] / shift.var()).item(), torch.corrcoef(pair)[0, 1].item()]
 
     deltas = [m.get_delta_weight("policy") for m in exact.modules() if hasattr(m, "lora_A")]
     weights = [m.base_layer.weight for m in exact.modules() if hasattr(m, "lora_A")]
     sizes = [torch.cat([t.detach().flatten() for t in each]).norm() for each in (deltas, weights)]
     size = (sizes[0] / sizes[1]).item()
-    told = {"correlation": torch.corrcoef(pair)[0, 1].item(), "share": share(reached)}
-    told["own"] = [share(own), torch.corrcoef(torch.stack([own, shift]))[0, 1].item()]
+    told = dict(zip(("share", "correlation"), with_shift(reached))) | {"own": with_shift(own)}
     return told | {"rate": rate, "relative": size, "shift": shift.std().item()}
 
 

@@ -108,6 +108,7 @@ class ServerEngine:
         self.name, self.updates = processes.broadcast(uuid.uuid4().hex[:8]), 0
         self.servers = [Server(url) for url in args.run_args.engine_url]
         self.memory, self.homes = Memory(), WeakKeyDictionary()  # {task: where its prefix is}
+        self.probe = request_of(stop_ids[:1], max_tokens=1)
         asyncio.run(self.check())
 
     def connected(self):
@@ -132,7 +133,6 @@ class ServerEngine:
 
     async def check(self) -> None:
         """Raise EngineError where a server is not there, or not started as it has to be."""
-        probe = request_of(self.stop_ids[:1], max_tokens=1)
         async with self.connected():
             for server in self.servers:
                 has_to = f"{server.url} has to be started with"
@@ -143,7 +143,7 @@ class ServerEngine:
                     server.backend = (config.get("weight_transfer_config") or {}).get("backend")
                     size = await self.call(server, "/get_world_size")
                     server.workers = json.loads(size)["world_size"]
-                    await self.call(server, "/inference/v1/generate", probe)
+                    await self.call(server, "/inference/v1/generate", self.probe)
                 except (EngineError, *NOT_AN_ANSWER) as error:
                     raise EngineError(f"{shown(error)}; {has_to} {STARTED}") from error
                 if missing:
@@ -152,8 +152,11 @@ class ServerEngine:
     async def take(self, server: Server) -> None:
         """Have a server sample with the policy's weights. Raises LostError, EngineError."""
         (version, path, adapter), before = self.weights, server.weights
-        if not before or before.version != version:
-            if server.backend == TRANSFER and not adapter:
+        by_transfer = server.backend == TRANSFER and not adapter
+        if by_transfer and processes.rank():  # the first one sends; an answer says whether it has
+            await self.ask(server, self.probe, self.weights)
+        elif not before or before.version != version:
+            if by_transfer:
                 await self.send(server)
             else:
                 order = {"method": "take_policy", "args": [path]}
@@ -169,9 +172,6 @@ class ServerEngine:
 
     async def send(self, server: Server) -> None:
         """Broadcast a whole policy to a server's workers. Raises LostError, EngineError."""
-        if processes.rank():  # the first process sends; an answer says whether it has
-            await self.ask(server, request_of(self.stop_ids[:1], max_tokens=1), self.weights)
-            return
         sent = Future()  # of a daemon: a broadcast to a worker that has died never returns
         threading.Thread(target=server.receive, args=(self.memory, sent), daemon=True).start()
         await asyncio.wait([asyncio.wrap_future(sent)], timeout=BACK_WITHIN)
