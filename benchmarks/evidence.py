@@ -119,8 +119,12 @@ COEFFICIENTS = {
     "dpo": over("beta", 0.01, 0.2, 1),
     "istar": over("prm-learning-rate", 3e-4) + over("alpha", 0.3, 3),
 }
+# Of the present scripts; --eval-every keeps their rows apart from those of the studies before.
+PAGES_WEBSHOP = "rloo istar istar_paper graphgpo grpo gagpo g2po gigpo reinforce_pp prime ppo dpo"
+PAGES_SOTOPIA = "rloo istar istar_paper grpo reinforce_pp"
+PAGES_VISUAL = "rloo istar istar_paper gigpo grpo gagpo g2po reinforce_pp"
+PAGES_SOKOBAN = "rloo gagpo g2po istar istar_paper graphgpo gigpo grpo reinforce_pp"
 ON_SOKOBAN = "rloo grpo reinforce_pp gigpo graphgpo istar"
-PAGES_SOKOBAN = "rloo gagpo g2po istar istar_paper graphgpo gigpo grpo reinforce_pp"  # of today
 ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
 ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
@@ -146,6 +150,11 @@ STUDIES = {
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
     "page-sokoban": Study(every(PAGES_SOKOBAN, "sokoban", f"{MIDDLE} --eval-every 20")),
+    "page-webshop": Study(every(PAGES_WEBSHOP, "webshop", f"{SHORT} --eval-every 20"), (1, 2, 3)),
+    "page-sotopia": Study(every(PAGES_SOTOPIA, "sotopia", f"{MIDDLE} --eval-every 20")),
+    "page-visual-sokoban": Study(
+        every(PAGES_VISUAL, "visual_sokoban", " --iterations 30 --eval-every 15"), (1, 2, 3)
+    ),
     "sokoban": Study(every(ON_SOKOBAN, "sokoban", MIDDLE), level=0.5),
     "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
     "sotopia": Study(every(ON_SOTOPIA, "sotopia", MIDDLE), level=3.5),
