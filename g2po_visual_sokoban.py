@@ -1,12 +1,11 @@
 r"""G2PO on VisualSokoban: group-graph policy optimisation, for multi-turn agents.
 
 Wang et al., arXiv 2606.22995; here a baseline of iStar (2509.19199). The trajectories of a group
-are merged into one graph of their states. The value of a state is the mean discounted outcome of
-its visits. The advantage of a step compares the value of its next state with those of other steps
-from the same state, and its gain in value with all steps of the group. r_o: the outcome; T: the
-episode's last step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all
-tokens of one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
-policy in training.
+form a graph of states, and the value of a state is the mean discounted outcome of its visits. A
+step's advantage compares the value of its next state among the steps from the same state, and its
+gain in value among all steps of the group. r_o: the outcome; T: the episode's last step; s_t: the
+state in which a_t was taken, here the grid; a_t: an action, all tokens of one answer; pi_old: the
+policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     value          V(s) = mean of gamma^(T+1-t) * r_o over the visits s_t = s;  V(s_T+1) = r_o
     advantage      A(a_t) = A^E(tau) + w * A^S(a_t)
@@ -18,9 +17,9 @@ policy in training.
                    rho = pi_theta / pi_old of each token
 
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Our choices: the end
-of an episode, truncated or not, is not a state of the graph, but has the value r_o (their code: the
-same for outcomes of 0 and 1). An invalid answer subtracts --invalid-penalty from A, as in iStar
-(their code: from r_o and V(s_t+1)). w = 0 is GRPO at the same rate, bit for bit.
+of an episode, truncated or not, is no state of the graph and has the value r_o (their code: the
+same for outcomes of 0 and 1); an invalid answer subtracts --invalid-penalty from A (their code:
+from r_o and V(s_t+1)). w = 0 is GRPO at the same rate, bit for bit.
 
     python g2po_visual_sokoban.py                   # the tiny model: 20 minutes on one CPU core
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
@@ -174,21 +173,14 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task from the same state. Step.anchor is
-    the state after a step, so the state of a step is its predecessor's anchor, and that of the
-    first step is the initial state of its episode."""
+    """The anchor group of every step, [S]: steps of one task from the same state: the anchor of
+    the step before, which is the state after it, or of the episode, which is its first state."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]
         states += [(t.task, state) for state in taken_in]
     numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
     return torch.tensor([numbers[state] for state in states])
-
-
-def steps_left(step_traj: torch.Tensor) -> torch.Tensor:
-    """T - t of every step: the number of later steps in its trajectory, [S] from [S]."""
-    ends = torch.bincount(step_traj).cumsum(0)  # [N]
-    return ends[step_traj] - 1 - torch.arange(len(step_traj))
 
 
 def state_values(outcomes, delays, anchor, gamma: float) -> torch.Tensor:
@@ -208,12 +200,9 @@ def standardised(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 def anchor_statistics(anchor, step_adv) -> dict:
     """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
     sizes = torch.bincount(anchor)
-    return {
-        "shared": (sizes[anchor] > 1).double().mean().item(),
-        "groups": len(sizes),
-        "largest": sizes.max().item(),
-        "felt": (step_adv != 0).double().mean().item(),
-    }
+    shared = (sizes[anchor] > 1).double().mean().item()
+    felt = (step_adv != 0).double().mean().item()
+    return {"shared": shared, "groups": len(sizes), "largest": sizes.max().item(), "felt": felt}
 
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
@@ -260,12 +249,13 @@ def main():
         episode_adv = grpo_advantages(batch.outcomes, batch.group)[batch.step_traj]  # [S]
         episode_adv -= args.invalid_penalty * batch.invalid
         anchor = anchor_groups(episodes)  # [S]
-        left, outcomes = steps_left(batch.step_traj), batch.outcomes[batch.step_traj]  # [S] each
+        outcomes = batch.outcomes[batch.step_traj]  # [S]
+        last = torch.bincount(batch.step_traj).cumsum(0)[batch.step_traj] - 1  # [S]
+        left = last - torch.arange(len(outcomes))  # T - t, [S]
         before = state_values(outcomes, left + 1, anchor, args.step_gamma)  # [S]
         after = torch.where(left == 0, outcomes.double(), before.roll(-1))  # [S]
-        node_adv = standardised(after, anchor)  # [S]
-        edge_adv = standardised(after - before, batch.group[batch.step_traj])  # [S]
-        step_adv = node_adv + edge_adv
+        step_adv = standardised(after, anchor)  # [S]
+        step_adv += standardised(after - before, batch.group[batch.step_traj])
         advantages = episode_adv + args.step_weight * step_adv  # [S]
         run.log("anchor", anchor_statistics(anchor, step_adv))
 

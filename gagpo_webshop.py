@@ -175,21 +175,14 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task from the same state. Step.anchor is
-    the state after a step, so the state of a step is its predecessor's anchor, and that of the
-    first step is the initial state of its episode."""
+    """The anchor group of every step, [S]: steps of one task from the same state: the anchor of
+    the step before, which is the state after it, or of the episode, which is its first state."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]
         states += [(t.task, state) for state in taken_in]
     numbers = {state: number for number, state in enumerate(dict.fromkeys(states))}
     return torch.tensor([numbers[state] for state in states])
-
-
-def steps_left(step_traj: torch.Tensor) -> torch.Tensor:
-    """T - t of every step: the number of later steps in its trajectory, [S] from [S]."""
-    ends = torch.bincount(step_traj).cumsum(0)  # [N]
-    return ends[step_traj] - 1 - torch.arange(len(step_traj))
 
 
 def state_values(outcomes, delays, anchor, gamma: float) -> torch.Tensor:
@@ -224,12 +217,9 @@ def gae_advantages(rewards, values, chain, gamma: float, lam: float) -> torch.Te
 def anchor_statistics(anchor, step_adv) -> dict:
     """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
     sizes = torch.bincount(anchor)
-    return {
-        "shared": (sizes[anchor] > 1).double().mean().item(),
-        "groups": len(sizes),
-        "largest": sizes.max().item(),
-        "felt": (step_adv != 0).double().mean().item(),
-    }
+    shared = (sizes[anchor] > 1).double().mean().item()
+    felt = (step_adv != 0).double().mean().item()
+    return {"shared": shared, "groups": len(sizes), "largest": sizes.max().item(), "felt": felt}
 
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
@@ -274,7 +264,9 @@ def main():
 
         # ------------ 3. Advantages: GAE over the values of states, standardised in the group ----
         anchor = anchor_groups(episodes)  # [S]
-        left, outcomes = steps_left(batch.step_traj), batch.outcomes[batch.step_traj]  # [S] each
+        outcomes = batch.outcomes[batch.step_traj]  # [S]
+        last = torch.bincount(batch.step_traj).cumsum(0)[batch.step_traj] - 1  # [S]
+        left = last - torch.arange(len(outcomes))  # T - t, [S]
         values = state_values(outcomes, left, anchor, args.gamma)  # [S]
         rewards = outcomes * (left == 0)  # [S]
         gae = gae_advantages(rewards, values, batch.step_traj, args.gamma, args.gae_lambda)  # [S]

@@ -173,9 +173,8 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task from the same state. Step.anchor is
-    the state after a step, so the state of a step is its predecessor's anchor, and that of the
-    first step is the initial state of its episode."""
+    """The anchor group of every step, [S]: steps of one task from the same state: the anchor of
+    the step before, which is the state after it, or of the episode, which is its first state."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]
@@ -225,12 +224,9 @@ def distance_rewards(distances, anchor, discount: float) -> torch.Tensor:
 def anchor_statistics(anchor, step_adv) -> dict:
     """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
     sizes = torch.bincount(anchor)
-    return {
-        "shared": (sizes[anchor] > 1).double().mean().item(),
-        "groups": len(sizes),
-        "largest": sizes.max().item(),
-        "felt": (step_adv != 0).double().mean().item(),
-    }
+    shared = (sizes[anchor] > 1).double().mean().item()
+    felt = (step_adv != 0).double().mean().item()
+    return {"shared": shared, "groups": len(sizes), "largest": sizes.max().item(), "felt": felt}
 
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line
