@@ -12,6 +12,7 @@ for option in "$@"; do
     case "$option" in
         --gpu) device=gpu ;;
         --test) tests=(-r requirements-test.txt) ;;
+        -h | --help) sed -n '2,6s/^# \?//p' "$0"; exit ;;
         *) echo "setup.sh: $option is unknown; the options are --gpu and --test" >&2; exit 2 ;;
     esac
 done

@@ -9,7 +9,8 @@ name=$1
 script=$2
 shift 2
 gpus=${GPUS-8}
-processes=${PROCESSES:-$gpus}  # without a GPU: GPUS=0 PROCESSES=2
+processes=${PROCESSES:-$gpus}
+if [ "$processes" = 0 ]; then echo "ray.sh: without a GPU PROCESSES too, as GPUS=0 PROCESSES=2" >&2; exit 2; fi
 
 # all processes share the policy, unless an adapter is trained
 case " $* " in

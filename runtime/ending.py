@@ -31,10 +31,10 @@ def ends_cleanly(main):
 
     @functools.wraps(main)
     def guarded():
-        pid = os.getpid()
+        at_work = os.getpid()  # 0: it is ending
 
         def terminated(*_):
-            if os.getpid() != pid:  # a process that the world has forked
+            if os.getpid() != at_work:  # it is ending already, or one that the world has forked
                 os._exit(128 + signal.SIGTERM)
             raise KeyboardInterrupt("SIGTERM")
 
@@ -45,8 +45,8 @@ def ends_cleanly(main):
         try:
             main()
         except BaseException as error:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: os._exit(1))  # it is ending already
+            at_work = 0  # before anything else: a second SIGTERM must not raise in here
+            signal.signal(signal.SIGINT, lambda *_: os._exit(1))
             with contextlib.suppress(Exception):  # of two errors the first is told
                 finish_saving()
                 if not current and "MASTER_ADDR" in os.environ and isinstance(error, SystemExit):

@@ -660,6 +660,24 @@ def test_a_whole_policy_goes_from_memory_to_memory(tmp_path, monkeypatch):
         assert "/v1/load_lora_adapter" in [path for path, _ in fake.paths]
 
 
+def test_a_server_that_came_back_unseen_is_connected_again(tmp_path, monkeypatch):
+    """Its workers are new ones, which know nothing of the trainer's group."""
+    pytest.importorskip("vllm")
+    loopback.connected(monkeypatch)
+    fake, args, model = Receiver(), args_for(), tiny()
+    with listening(fake) as url:
+        args.run_args.engine_url = (url,)
+        engine, contexts = engine_of(args, tmp_path), contexts_of(model)
+        engine.load(model)
+        transfer, sent = engine.servers[0].transfer, []
+        monkeypatch.setattr(transfer, "send_weights", lambda: sent.append(transfer))
+        fake.__init__()  # between two updates
+        move(model, 9)
+        engine.load(model)
+        assert gap(engine, model, args, contexts) < 1e-5
+        assert not sent and engine.servers[0].transfer is not transfer
+
+
 def test_only_the_first_process_sends_a_whole_policy(tmp_path, monkeypatch):
     """Another process has no weights: it waits until a server that was lost has got them."""
     pytest.importorskip("vllm")
@@ -712,8 +730,9 @@ def test_a_broadcast_that_does_not_end_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(servers.Server, "receive", lambda *_: time.sleep(60))
     with listening(Receiver()) as url:
         engine = engine_of(args_for(url), tmp_path)
-        with pytest.raises(EngineError, match=f"{url} took no weights in 0 s"):
+        with pytest.raises(EngineError, match=f"{url} took no weights in 0 s") as error:
             engine.load(tiny())
+        assert "--runs-dir" not in str(error.value)  # no file is read
 
 
 # ------------ vLLM's own server ------------

@@ -157,6 +157,8 @@ class ServerEngine:
             await self.ask(server, self.probe, self.weights)
         elif not before or before.version != version:
             if by_transfer:
+                if server.transfer:  # of another server at this address no worker would listen
+                    await self.ask(server, self.probe, before)
                 await self.send(server)
             else:
                 order = {"method": "take_policy", "args": [path]}
@@ -306,7 +308,8 @@ class ServerEngine:
             async with self.connected():
                 await self.bring_back(SEEN_WITHIN if self.updates == 1 else BACK_WITHIN)
         except EngineError as error:
-            return f"{error}; the servers have to see --model and --runs-dir under the same paths"
+            sees = "; the servers have to see --model and --runs-dir under the same paths"
+            return f"{error}{'' if 'took no weights' in str(error) else sees}"
         return ""
 
 
@@ -314,12 +317,11 @@ def missing_flags(config: dict, args) -> str:
     """What a server of this configuration has to be started with besides."""
     model, lora, parallel = (config.get(f"{p}_config") or {} for p in ("model", "lora", "parallel"))
     dtype, rank, length = args.run_args.dtype, args.policy_lora_rank, args.max_context_tokens
-    most = lora_rank_for(rank)
     wrong = {
         "--logprobs-mode processed_logprobs": model.get("logprobs_mode") != "processed_logprobs",
         f"--dtype {dtype}": model.get("dtype") != f"torch.{dtype}",
         f"--max-model-len {length}": (model.get("max_model_len") or 0) < length,
-        f"--enable-lora --max-lora-rank {most}": (lora.get("max_lora_rank") or 0) < rank,
+        f"--enable-lora --max-lora-rank {lora_rank_for(rank)}": lora.get("max_lora_rank", 0) < rank,
         f"--worker-extension-cls {EXTENSION}": parallel.get("worker_extension_cls") != EXTENSION,
     }
     return " ".join(flag for flag, is_wrong in wrong.items() if is_wrong)

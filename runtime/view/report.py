@@ -65,8 +65,7 @@ def seen_pictures(t) -> list[bytes]:
 
 
 def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
-    """Write the pictures of these episodes to runs/NAME/pictures, each once, while there are at
-    most so many: {PNG: its path in the run} of those that are there."""
+    """{PNG: its path} of these episodes' pictures; each is written once, `most` in all, to run."""
     many, named = len([*run.glob("pictures/*.png")]), {}
     for png in dict.fromkeys(p for t in trajectories if t.pictures for p in seen_pictures(t)):
         name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
@@ -181,5 +180,4 @@ def write_page(run) -> None:
         if processes.rank() == 0:
             say(f"the run as a page: {viewer.write_page([run.path])}")
     except (OSError, SystemExit) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        warn(f"{run.path}/view.html was not written ({reason})")
+        warn(f"{run.path}/view.html was not written ({getattr(error, 'strerror', error)})")
