@@ -161,7 +161,9 @@ def page_of(rows: list[dict], about: dict) -> str:
     if len(seeds) < 2:
         return "\n".join([*lines, ""])
     half = student(len(seeds) - 1) * ratios.std(ddof=1) / len(seeds) ** 0.5
-    holds = "holds" if ratios.mean() <= AT_MOST else "does not hold"
+    holds = "holds" if ratios.mean() + half <= AT_MOST else "does not hold"
+    if abs(ratios.mean() - AT_MOST) < half:
+        holds = f"not decided by {len(seeds)} seeds"
     lines += [
         "",
         f"Seconds with the flag over those without: {ratios.mean():.3f} ± {half:.3f} (95 %",
