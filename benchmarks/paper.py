@@ -1,4 +1,4 @@
-"""The tables of the paper, and ALFWorld, beside the commands that would repeat them on cards.
+"""The tables of the paper, and ALFWorld, beside the commands to reproduce them on cards.
 
     python benchmarks/paper.py                   # what each command needs, into docs/paper.md
     python benchmarks/paper.py --dry-run         # plays a little of each command first; minutes
@@ -106,7 +106,7 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
             f"istar_paper_webshop.py $CARDS $SHOP {RATE_OF_PRM}",
         ),
     ],
-    "WebShop, what is taken away: success, score": [
+    "WebShop, ablations: success, score": [
         Row(
             "no-step-reward",
             "76.6, 84.2",
@@ -134,7 +134,7 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
             f"istar_paper_visual_sokoban.py $CARDS $ROOMS {RATE_OF_PRM}",
         ),
     ],
-    "SOTOPIA, with itself: goal in hard scenarios, in all; then the same with GPT-4o": [
+    "SOTOPIA: goal score on hard and on all scenarios, in self-play; then with GPT-4o": [
         Row("grpo-qwen", "6.97, 8.31; 6.42, 7.84", f"grpo_sotopia.py $CARDS $TALKS {QWEN}"),
         Row(
             "istar-qwen",
@@ -148,7 +148,7 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
             f"istar_paper_sotopia.py $CARDS $TALKS {OTHER} {RATE_OF_PRM}",
         ),
     ],
-    "ALFWorld, which the paper does not have: success, of GiGPO's paper": [
+    "ALFWorld, which is not in the paper: success, from GiGPO's paper": [
         Row("grpo-homes-1.5b", "72.8", f"grpo_alfworld.py $CARDS $HOMES {SMALLER}"),
         Row("gigpo-homes-1.5b", "86.7", f"gigpo_alfworld.py $CARDS $HOMES {SMALLER}"),
         Row(
