@@ -141,8 +141,8 @@ def dpo_update(policy: Network, batch, old_logprobs, pairs: list, args) -> dict:
     """--minibatches optimiser steps of trajectory DPO, each on the pairs of a random share of the
     groups; statistics from before each step. old_logprobs [K].
 
-    The loss depends on the policy only through the tokens' log ratios. Its derivatives by them are
-    the weights of the log-probabilities, which are back-propagated by micro-batch."""
+    The loss depends on the policy only through the tokens' log ratios. Its derivatives with
+    respect to them weight the log-probabilities, which are back-propagated by micro-batch."""
     losses, found, ratios, grad_norms = [], [], [], []
     for share in torch.randperm(int(batch.group.max()) + 1).chunk(args.minibatches):
         ours = [pair for pair in pairs if batch.group[pair[0]] in share]

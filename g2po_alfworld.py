@@ -173,8 +173,8 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 
 def anchor_groups(trajectories: list[Trajectory]) -> torch.Tensor:
-    """The anchor group of every step, [S]: steps of one task from the same state: the anchor of
-    the step before, which is the state after it, or of the episode, which is its first state."""
+    """The anchor group of every step, [S]: steps of one task from the same state: this state is
+    the anchor of the step before or, for the first step, of the episode."""
     states = []
     for t in trajectories:
         taken_in = [t.anchor, *(step.anchor for step in t.steps[:-1])]

@@ -40,7 +40,7 @@ class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
     model: str = "models/tiny-sotopia"  # Initial policy: a directory, or a name on the hub.
-    max_steps: int = 6  # Most answers per side [steps]: half of all turns (paper: 10).
+    max_steps: int = 6  # Maximum answers per side [steps]: half of all turns (paper: 10).
     max_action_tokens: int = 48  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 2048  # Longest context [tokens]; a longer episode is truncated.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).

@@ -241,9 +241,9 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
     """One optimiser step of trajectory DPO over all pairs. log_phi, log_old [S]: log pi_phi and
     log pi_old of each step's action.
 
-    The loss depends on the PRM only through log_phi. Its derivatives by log_phi are the weights of
-    the log-probabilities' gradients. Their sum over micro-batches is the gradient of the loss, in
-    the memory of one micro-batch."""
+    The loss depends on the PRM only through log_phi. Its derivatives with respect to it
+    weight the log-probabilities' gradients. Their sum over micro-batches is the gradient of the
+    loss, in the memory of one micro-batch."""
     phi = log_phi.clone().requires_grad_()  # [S]
     margin = margins(step_rewards(phi, log_old, args.beta), batch.step_traj, pairs)  # [P]
     loss = dpo_loss(margin)

@@ -49,7 +49,7 @@ class Args:
     run_args: Flat[RunArgs] = field(default_factory=RunArgs)
 
     model: str = "models/tiny-sotopia"  # Initial policy: a directory, or a name on the hub.
-    max_steps: int = 6  # Most answers per side [steps]: half of all turns (paper: 10).
+    max_steps: int = 6  # Maximum answers per side [steps]: half of all turns (paper: 10).
     max_action_tokens: int = 48  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 2048  # Longest context [tokens]; a longer episode is truncated.
     history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
@@ -247,9 +247,9 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
     """One optimiser step of trajectory DPO over all pairs. log_phi, log_old [S]: log pi_phi and
     log pi_old of each step's action.
 
-    The loss depends on the PRM only through log_phi. Its derivatives by log_phi are the weights of
-    the log-probabilities' gradients. Their sum over micro-batches is the gradient of the loss, in
-    the memory of one micro-batch."""
+    The loss depends on the PRM only through log_phi. Its derivatives with respect to it
+    weight the log-probabilities' gradients. Their sum over micro-batches is the gradient of the
+    loss, in the memory of one micro-batch."""
     phi = log_phi.clone().requires_grad_()  # [S]
     margin = margins(step_rewards(phi, log_old, args.beta), batch.step_traj, pairs)  # [P]
     loss = dpo_loss(margin)

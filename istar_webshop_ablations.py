@@ -1,6 +1,6 @@
 """Ablations of iStar on WebShop: between istar_webshop.py and the paper, and other step rewards.
 
-Without flags it is istar_webshop.py (it defines the symbols) with RLOO's A^E. The flags change:
+Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E. The flags change:
 
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
@@ -127,7 +127,7 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
 
 
 def step_advantages(rewards: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
-    """A^S = (r_phi - mean) / std over the units of each number, [U] from [U] and [U]."""
+    """A^S = (r_phi - mean) / std over the units with the same number, [U] from [U] and [U]."""
     return grpo_advantages(rewards, compared)
 
 

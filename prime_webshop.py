@@ -230,7 +230,7 @@ def cross_entropy_update(prm: Network, batch, log_ratios, owner, labels, args) -
     as outcome_logits has it; returns statistics from before it.
 
     log_ratios [K] are log pi_phi - log pi_ref, without a graph. The loss depends on the PRM only
-    through them. Its derivatives by them are the weights of the log-probabilities, which are
+    through them. Its derivatives with respect to them weight the log-probabilities, which are
     back-propagated by micro-batch, so an episode may consist of several sequences (--history)."""
     log_ratios = log_ratios.clone().requires_grad_()
     logits = outcome_logits(args.beta * log_ratios, owner, len(labels))

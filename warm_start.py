@@ -91,9 +91,9 @@ HELD_OUT = 256  # the last training tasks, for early stopping; in Sokoban other 
 
 @dataclass
 class RunArgs:
-    """Limits of the machine; they do not change results."""
+    """Limits of the machine; only dtype changes results."""
 
-    micro_batch_tokens: int = 8192  # Most tokens of a forward and backward pass.
+    micro_batch_tokens: int = 8192  # Maximum tokens of a forward and backward pass.
     engine_memory: int = 2  # Key-value cache of the engine on a CPU [GiB].
     engine_gpu_share: float = 0.4  # Share of a GPU's memory for the key-value cache.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Precision; bfloat16 trains float32 copies.
@@ -117,7 +117,7 @@ class Args:
     demonstrations: int = 5000  # Number of the expert's episodes.
     noise: float = 0.85  # Probability of a random action in a demonstration.
     observation_share: float = 0.0
-    """Share of the environment's tokens that are targets too; repeated pages train copying."""
+    """Share of the environment's tokens that are targets too; repeated text teaches copying."""
     batch_size: int = 64  # Episodes per update.
     learning_rate: float = 3e-3  # Learning rate (AdamW); 1e-5 for a pretrained model.
     decay: bool = False  # Linear decay of the rate to 0 at --max-updates; else constant.
@@ -379,7 +379,7 @@ def cloning_loss(policy: Network, micro, args) -> torch.Tensor:
 
 
 def update(policy: Network, trajectories: list[Trajectory], args) -> float:
-    """One optimiser step on these demonstrations. Returns the prior mean loss per answer token."""
+    """One optimiser step on these demonstrations. Returns the loss per answer token before it."""
     batch, loss = flatten(trajectories), 0.0
     policy.optimizer.zero_grad()
     for micro in micro_batches(batch, args):

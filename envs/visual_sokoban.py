@@ -61,12 +61,12 @@ def render(signs: bytes, columns: int, cell: int) -> bytes:
 
 @dataclass
 class VisualSokobanArgs(SokobanArgs):
-    """The flags of this world, and of what sees it."""
+    """The flags of this world and its vision tower."""
 
     cell_pixels: int = TILE
-    """Side of a cell in the picture [pixels], 16 as drawn; 28 gives Qwen2.5-VL a token a cell."""
+    """Side of a cell in the picture [pixels], 16 as drawn; 28: Qwen2.5-VL has a token per cell."""
     saved_pictures: int = 1000
-    """Most pictures that a run keeps beside its episodes (runs/NAME/pictures), each once."""
+    """Maximum number of pictures that a run keeps (runs/NAME/pictures), each once."""
     freeze_vision: bool = False
     """Train the language side alone; the tower sees a picture once."""
 

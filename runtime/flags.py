@@ -24,30 +24,30 @@ def usual_dtype() -> str:
 
 @dataclass
 class RunArgs:
-    """Flags of a run. Precision, prompts, contexts and --async-rollout bear on what is learnt."""
+    """Flags of a run. Precision, prompts, contexts and --async-rollout affect what is learnt."""
 
     engine: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampler: vllm, or hf (transformers; a seed repeats bit for bit); auto: vllm if installed."""
+    """Sampler: vllm, or hf (transformers; bit-reproducible on a CPU); auto: vllm if installed."""
     engine_url: tuple[str, ...] = ()  # Addresses of vLLM servers that sample: http://host:8000.
-    async_rollout: bool = False  # Servers sample one update behind, while the trainer works.
+    async_rollout: bool = False  # Servers sample with the previous weights while the trainer works.
     engine_memory: int = 2  # Size of the engine's key-value cache on a CPU [GiB].
     engine_gpu_share: float = 0.4  # Share of a GPU's memory that the engine takes to sample.
     dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
     """Precision of engine and trainer (optimisers: float32): bfloat16 on a GPU, else float32."""
-    micro_batch_tokens: int = 8192  # Most tokens in a forward pass: bounds memory, not the result.
+    micro_batch_tokens: int = 8192  # Maximum tokens in a forward pass; does not change the result.
     gradient_checkpointing: bool = False  # Recompute layers: less memory, a third more time.
     eval_every: int = 10  # Iterations between evaluations; the last iteration is always evaluated.
     eval_only: bool = False  # Evaluate --model and stop, without training.
     eval_set: Literal["panel", "validation"] = "panel"
-    """Tasks that evaluate: the panel, which is reported, or those on which settings are chosen."""
-    eval_tasks: int = 128  # Number of tasks that evaluate, the first ones of the world's list.
+    """Tasks for evaluation: the panel, which is reported, or those on which settings are chosen."""
+    eval_tasks: int = 128  # Number of evaluation tasks, the first ones of the world's list.
     eval_samples: int = 2  # Episodes per task in an evaluation.
     eval_temperature: float = 0.4  # Sampling temperature in evaluation (paper: 0.4); 0: greedy.
     runs_dir: str = "runs"  # Directory in which runs are kept.
     run_name: str = ""  # Name of this run's directory in --runs-dir; empty: script, seed and time.
     resume: str = ""  # Run to continue (runs/NAME); auto: the one that this command began.
     override: tuple[str, ...] = ()  # Flags that may differ where --resume continues: seed clip.
-    save_every: int = 0  # Iterations between checkpoints; 0: as often as costs 5 % of the time.
+    save_every: int = 0  # Iterations between checkpoints; 0: as often as takes 5 % of the time.
     keep: int = 2  # Number of latest checkpoints that are kept; the best evaluation's is kept too.
     processes: int = 1  # Number of processes that the launcher started (docs/many-gpus.md).
     chat_template_kwargs: str = ""

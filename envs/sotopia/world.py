@@ -68,7 +68,7 @@ class SotopiaArgs:
     """The flags of this world."""
 
     sotopia_data: str = ""
-    """Directory of the published scenarios; empty: our own, whose outcome a rule knows."""
+    """Directory of the published scenarios; empty: our own, whose outcome a rule computes."""
 
     partner: Literal["scripted", "self"] = "scripted"
     """The other side is played by a program with private values, or by the policy itself (self)."""
@@ -99,7 +99,7 @@ class SotopiaArgs:
     outcome: Literal["goal", "overall"] = "goal"
     """Outcome r_o: the goal score over 10, or the mean of the judge's seven dimensions over 10."""
 
-    in_flight: int = 64  # Most requests under way at an endpoint.
+    in_flight: int = 64  # Maximum number of concurrent requests at an endpoint.
 
     timeout: float = 120.0  # Longest wait for an answer to a request [s].
 

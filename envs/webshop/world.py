@@ -462,7 +462,7 @@ class WebShopArgs:
     """Whose instructions: people's own, or those that the original generates."""
 
     outcome: Literal["success", "score"] = "success"
-    """Outcome r_o: 1 for a purchase that is all right and else 0, or the original's score, 0..1."""
+    """Outcome r_o: 1 for a purchase with score 1, else 0; or the original's score, 0..1."""
 
 
 class WebShop:
