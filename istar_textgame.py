@@ -13,8 +13,8 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
                    rho = pi_theta(a_t|o_1:t) / pi_old(a_t|o_1:t)
 
 pi_phi is the policy plus a LoRA adapter, so r_phi depends only on what the adapter has learnt. Not
-in istar_paper_sokoban.py: r_phi minus its regression on log pi_old, skill, replay, ridge (r_phi^2),
-A^S only for valid answers in groups with a pair, pairs cut to equal length. The tiny model is
+in istar_paper_sokoban.py: r_phi minus its regression on log pi_old, skill, replay, ridge, averaged
+weights, A^S only for valid answers in groups with a pair, pairs of equal length. The tiny model is
 Sokoban's: it only shows that the script runs. The last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
@@ -39,7 +39,7 @@ import torch
 from peft import LoraConfig
 from torch.nn.functional import logsigmoid
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
+from torch.optim import AdamW, swa_utils
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Args:
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter (paper: a full copy).
     prm_steps: int = 8  # PRM steps per iteration (paper: 1).
+    prm_average: float = 0.8  # Decay, per iteration, of the PRM's average that scores (paper: 0).
     prm_replay: int = 256  # Latest groups that the PRM learns from (paper: this iteration's).
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
@@ -262,7 +263,6 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
     log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] current policy
     log_phi = sum_per_step(batch_logprobs(prm, batch, args, graph=True), batch)  # [S]
     rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
-
     margin = margins(rewards, batch.step_traj, pairs)  # [P]
     loss = dpo_loss(margin) + args.prm_ridge * rewards.square().mean()
     loss.backward()
@@ -271,8 +271,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
-    """Episodes for each of --prm-steps steps: the best and the worst of each of two groups of the
-    replay."""
+    """Episodes for each of --prm-steps steps: best and worst of each of two groups of a replay."""
     groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
     dealt = [groups[step :: args.prm_steps] for step in range(min(args.prm_steps, len(groups)))]
     return [[t for group in part for t in best_and_worst(group)] for part in dealt]
@@ -285,8 +284,7 @@ def best_and_worst(group: list[Trajectory]) -> list:
 
 
 def skill(accuracies: list[float], window: int = 5) -> float:
-    """Weight of the PRM's credit, 0 to 1: its accuracy above chance on the pairs of the last
-    iterations, before it was trained on them. Missing iterations count as 0."""
+    """Weight of the credit: accuracy above chance on the last iterations' new pairs (none: 0)."""
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
@@ -313,6 +311,8 @@ def main():
 
     prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # only it trains; r_phi starts at 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
+    average = prm.copy("prm_average")  # moving average of the PRM's weights; it scores steps
+    follow = swa_utils.get_ema_multi_avg_fn(args.prm_average)
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
 
@@ -325,7 +325,7 @@ def main():
     evaluation = sampling.clone()
     evaluation.temperature = args.run_args.eval_temperature
 
-    run.resume(policy, prm, replay=replay, accuracies=accuracies)
+    run.resume(policy, prm, average, replay=replay, accuracies=accuracies)
     engine.load(policy.model)
     if run.is_new:
         run.log_episodes("eval", run.rollout(play, run.eval_env, run.eval_tasks, evaluation))
@@ -347,7 +347,7 @@ def main():
 
         # ------------ 3. PRM: a reward for each step; trajectory DPO within groups ------------
         log_old = sum_per_step(old_logprobs, batch)  # [S]
-        log_phi = sum_per_step(batch_logprobs(prm, batch, args), batch)  # [S] before its update
+        log_phi = sum_per_step(batch_logprobs(average, batch, args), batch)  # [S] before its update
         rewards = step_rewards(log_phi, log_old, args.beta)  # [S]
         pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
         step_group = batch.group[batch.step_traj]  # [S]
@@ -365,6 +365,7 @@ def main():
             replay.append([t for t in episodes if t.task == task])
         del replay[: max(0, len(replay) - args.prm_replay)]
         learnt = [prm_update(prm, policy, part, args) for part in draw(replay, args)]
+        follow(average.trained, prm.trained, None)
         run.log("prm", mean_of(learnt))
         run.lap("prm")
 
@@ -373,11 +374,10 @@ def main():
         step_adv = torch.zeros_like(rewards)  # [S]
         step_adv[credited] = step_advantages(rewards[credited], step_group[credited])
 
-        trust = skill(accuracies)
-        weighted = args.alpha * trust * step_adv  # [S]
+        weighted = args.alpha * skill(accuracies) * step_adv  # [S]
         advantages = episode_adv + weighted - args.invalid_penalty * batch.invalid  # [S]
         seen = episode_adv[credited], weighted[credited], batch.progress[credited]
-        run.log("prm", {"skill": trust} | credit_statistics(*seen))
+        run.log("prm", {"skill": skill(accuracies)} | credit_statistics(*seen))
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving

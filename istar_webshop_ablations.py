@@ -6,6 +6,7 @@ Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
     --as-published credit        Every step gets A^S, also if invalid or in a group without a pair.
     --as-published preference    The regression on log pi_old is not subtracted from r_phi.
+    --as-published average       The PRM's latest weights score steps, not their moving average.
     --prm-lora-rank 0            The PRM is a full copy of the policy.
     --prm-replay 0               The PRM is trained on this iteration's pairs only.
     --step-reward ground-truth   The world's own step rewards replace the PRM's.
@@ -15,7 +16,7 @@ Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
-istar_paper_webshop.py is --as-published skill length credit preference --prm-lora-rank 0
+istar_paper_webshop.py: --as-published skill length credit preference average --prm-lora-rank 0
 --prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3 --lr-halving inf.
 """
 
@@ -35,7 +36,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import logsigmoid
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
+from torch.optim import AdamW, swa_utils
 from transformers import AutoModelForTokenClassification
 
 
@@ -126,20 +127,19 @@ def grpo_advantages(outcomes: torch.Tensor, group: torch.Tensor) -> torch.Tensor
     return advantages
 
 
-def step_advantages(rewards: torch.Tensor, compared: torch.Tensor) -> torch.Tensor:
+def step_advantages(rewards, compared) -> torch.Tensor:
     """A^S = (r_phi - mean) / std over the units with the same number, [U] from [U] and [U]."""
     return grpo_advantages(rewards, compared)
 
 
 def per_ratio(values: torch.Tensor, micro, ratio: str) -> torch.Tensor:
-    """The values that ratios use, from the values [k] of a micro-batch's tokens: the same values,
-    or for each of its s steps their sum [s] or mean [s]."""
+    """Of the values [k] of a micro-batch's tokens: they, or each step's sum [s] or mean [s]."""
     if ratio == "token":
         return values
     sums = sum_per_step(values, micro)
-    if ratio == "step":
-        return sums
-    return sums / torch.bincount(micro.token_step).to(sums.device)
+    if ratio == "step-mean":
+        sums = sums / torch.bincount(micro.token_step).to(sums.device)
+    return sums
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip: float) -> tuple[torch.Tensor, dict]:
@@ -166,8 +166,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
         if args.ratio == "token":
             num_ratios = int(ours[batch.token_step].sum())
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
-            logprobs = action_logprobs(policy, micro, args)  # [k] with a graph
-            new = per_ratio(logprobs, micro, args.ratio)
+            new = per_ratio(action_logprobs(policy, micro, args), micro, args.ratio)
             old = per_ratio(old_logprobs[micro.tokens].to(new.device), micro, args.ratio)
             if args.run_args.dtype == "bfloat16" and not grad_norms:
                 old = new.detach()
@@ -211,8 +210,7 @@ def step_rewards(prm_logprobs, old_logprobs, beta: float) -> torch.Tensor:
 
 
 def reward_model(path: str, rank: int, **reading):
-    """The initial model with a linear head, initialised to 0, and a LoRA adapter, "prm"; peft
-    trains and saves both."""
+    """The initial model with a linear head of 0 and an adapter, "prm"; peft saves both."""
     model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **reading)
     torch.nn.init.zeros_(model.score.float().weight)  # trained in float32
     adapter = lora(rank)
@@ -288,8 +286,7 @@ def best_and_worst(group: list[Trajectory]) -> list:
 
 
 def skill(accuracies: list[float], window: int = 5) -> float:
-    """Weight of the PRM's credit, 0 to 1: its accuracy above chance on the pairs of the last
-    iterations, before it was trained on them. Missing iterations count as 0."""
+    """Weight of the credit: accuracy above chance on the last iterations' new pairs (none: 0)."""
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
@@ -323,8 +320,8 @@ def compared_with(batch, over: str) -> torch.Tensor:
 def main():
     args = parse(Args, __doc__)  # tyro: a flag for each field above
     per_token = args.step_reward == "token"
-    if unknown := set(args.as_published) - {"skill", "length", "credit", "preference"}:
-        sys.exit(f"--as-published {min(unknown)}: has to be skill, length, credit or preference")
+    if unknown := set(args.as_published) - {"skill", "length", "credit", "preference", "average"}:
+        sys.exit(f"--as-published {min(unknown)}: it takes skill length credit preference average")
     if args.step_reward == "head" and not args.prm_lora_rank:
         sys.exit("--prm-lora-rank 0: with --step-reward head it is at least 1")
     if per_token and (args.ratio != "token" or args.normalise_over != "group"):
@@ -345,6 +342,8 @@ def main():
     else:
         prm = policy.copy("prm")
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
+    average = prm.copy("prm_average")  # moving average of the PRM's weights; it scores steps
+    follow = swa_utils.get_ema_multi_avg_fn(0.8 * ("average" not in args.as_published))
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
 
@@ -357,7 +356,7 @@ def main():
     evaluation = sampling.clone()
     evaluation.temperature = args.run_args.eval_temperature
 
-    run.resume(policy, prm, replay=replay, accuracies=accuracies)
+    run.resume(policy, prm, average, replay=replay, accuracies=accuracies)
     engine.load(policy.model)
     if run.is_new:
         run.log_episodes("eval", run.rollout(play, run.eval_env, run.eval_tasks, evaluation))
@@ -387,10 +386,10 @@ def main():
         if args.step_reward == "ground-truth":
             rewards = torch.tensor([step.game_reward for t in episodes for step in t.steps])  # [S]
         elif args.step_reward == "head":
-            rewards = head_rewards(prm, batch, args)  # [S]
+            rewards = head_rewards(average, batch, args)  # [S]
         else:
             log_old = sum_per_step(old_logprobs, units)  # [U]
-            log_phi = sum_per_step(batch_logprobs(prm, batch, args), units)  # [U] before its update
+            log_phi = sum_per_step(batch_logprobs(average, batch, args), units)  # [U]
             rewards = step_rewards(log_phi, log_old, args.beta)  # [U]
             if "preference" not in args.as_published:
                 slope = policy_slope(rewards[credited], log_old[credited], step_group[credited])
@@ -407,6 +406,7 @@ def main():
         del replay[: max(0, len(replay) - (args.prm_replay or len(winners)))]
         if args.step_reward != "ground-truth":
             learnt = [prm_update(prm, policy, part, args) for part in draw(replay, args)]
+            follow(average.trained, prm.trained, None)
             run.log("prm", mean_of(learnt))
         run.lap("prm")
 

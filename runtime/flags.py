@@ -142,7 +142,7 @@ TABLE = {
     Range(int, 1, 16_384): "hidden heads kv_heads",
     Range(int, 259, 1_000_000): "vocabulary",
     Range(float, 0.0, 1.0): """learning_rate prm_learning_rate critic_learning_rate gamma gae_lambda
-        step_gamma distance_discount target noise observation_share""",
+        step_gamma distance_discount target noise observation_share prm_average""",
     Range(float, 0.05, 0.95): "engine_gpu_share",
     Range(float, SMALL, LARGE): "temperature clip value_clip engine_cap timeout rotary_base",
     Range(float, SMALL, LARGE, or_zero=True): "eval_temperature",

@@ -111,13 +111,13 @@ class Network:
         return Network(name, add_adapter(self.model, name, lora), (*self.adapters, name))
 
     def copy(self, name: str) -> "Network":
-        """A network that starts as this one and goes its own way: of a LoRA policy its adapter."""
+        """A network that starts as this one and goes its own way; an adapter if this one is one."""
         from peft import set_peft_model_state_dict
 
         if not is_adapted(self.model):
             return Network(name, copy.deepcopy(self.model))
         lora = copy.deepcopy(self.model.peft_config[self.name])
-        network = Network(name, add_adapter(self.model, name, lora), (name,))
+        network = Network(name, add_adapter(self.model, name, lora), (*self.adapters[:-1], name))
         set_peft_model_state_dict(self.model, adapter_weights(self.model, self.name), name)
         return network
 

@@ -219,7 +219,8 @@ class Run:
             self.row |= {"time/total": total, "time/elapsed": before + total}
             self.row["engine/restarts"] = self.engine.restarts
             for network, weights in zip(self.networks, self.weights):
-                self.row[f"{network.name}/moved"] = stuck.moved(network, weights)
+                if network.optimizer:
+                    self.row[f"{network.name}/moved"] = stuck.moved(network, weights)
             if "advantage" in columns:  # where 0, --invalid-penalty alone trains the policy
                 valid = torch.tensor([step.valid for t in trajectories for step in t.steps])
                 self.row["policy/credit"] = columns["advantage"][valid].abs().mean().item()

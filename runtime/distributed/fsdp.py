@@ -55,16 +55,16 @@ def shard_all(networks: list, dtype: str, device) -> None:
         ours = [network for network in networks if network.plain is model]
         named = {id(parameter): name for name, parameter in model.named_parameters()}
         names = [[named[id(parameter)] for parameter in network.trained] for network in ours]
-        for network in ours:
-            for parameter in network.trained:
-                parameter.requires_grad_(True)
+        for parameter in sum((network.trained for network in ours), []):
+            parameter.requires_grad_(True)
         if any(network.model is model for network in ours):
             shard(model, dtype, device)
         model.to(device)
         parts = dict(model.named_parameters())
         for network, own in zip(ours, names):
             network.trained = [parts[name] for name in own]
-            network.optimizer.param_groups[0]["params"] = network.trained
+            if network.optimizer:
+                network.optimizer.param_groups[0]["params"] = network.trained
 
 
 def is_sharded(model) -> bool:

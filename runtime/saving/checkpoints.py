@@ -61,7 +61,7 @@ def save_checkpoint(
     parts = {}  # {name.index[.moment]: tensor, or this process's part of it}
     for network in networks:
         for i, parameter in enumerate(network.trained):
-            moments = network.optimizer.state[parameter]
+            moments = network.optimizer.state[parameter] if network.optimizer else {}
             parts[f"{network.name}.{i}"] = parameter.detach()
             parts |= {f"{network.name}.{i}.{name}": moment for name, moment in moments.items()}
     own = {key: fsdp.local(part).contiguous() for key, part in parts.items() if fsdp.is_own(part)}
@@ -216,7 +216,7 @@ def link(run: Path, best: int | None) -> None:
 def install(path: Path, network: Network) -> None:
     """Copy a network's parameters and moments out of a checkpoint, tensor by tensor, this process's
     rows of each; exits where they are another model's."""
-    name, state = network.name, network.optimizer.state
+    name, state = network.name, getattr(network.optimizer, "state", {})
     here = {f"{name}.{i}": tuple(p.shape) for i, p in enumerate(network.trained)}
     first, pieces = path / "trained.safetensors", {}  # {key: its rows in each file, not read yet}
     for file in (first, *sorted(path.glob("trained-*.safetensors"))):
@@ -230,12 +230,11 @@ def install(path: Path, network: Network) -> None:
         key, _ = min(other)
         shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
         sys.exit(f"{first}: of another model ({shapes})")
-    fused = network.optimizer.param_groups[0].get("fused")
     for key, found in pieces.items():
         _, i, *moment = key.split(".")
         target = parameter = network.trained[int(i)]
         if moment == ["step"]:  # a number, on the CPU unless the optimiser is fused
-            step = found[0].clone()
+            step, fused = found[0].clone(), network.optimizer.param_groups[0].get("fused")
             state[parameter]["step"] = step.to(parameter.device) if fused else step
             continue
         if moment:
