@@ -254,13 +254,8 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
         (logprobs * slope[micro.steps].to(logprobs.device)).sum().backward()
     grad_norm = optimizer_step(prm, args)
     accuracy = ((margin.sign() + 1) / 2).mean().item()  # on new pairs; a tie: 0.5
-    margin = margin.mean().item()
-    return {
-        "loss": loss.item(),
-        "margin": margin,
-        "grad_norm": grad_norm,
-        "pair_accuracy": accuracy,
-    }
+    told = {"loss": loss.item(), "margin": margin.mean().item(), "grad_norm": grad_norm}
+    return told | {"pair_accuracy": accuracy}
 
 
 def credit_statistics(episode_adv, step_adv, progress) -> dict:

@@ -12,7 +12,7 @@ Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E
     --step-reward ground-truth   The world's own step rewards replace the PRM's.
     --step-reward merged         One advantage, of r_o + alpha * r_phi; each step is a sample.
     --step-reward token          Each token has a reward, an advantage and a ratio.
-    --step-reward head           An explicit PRM: a linear head (Razin et al., arXiv 2507.07981).
+    --step-reward head           A linear head (Razin et al., arXiv 2507.07981), not averaged.
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
@@ -132,7 +132,7 @@ def step_advantages(rewards, compared) -> torch.Tensor:
     return grpo_advantages(rewards, compared)
 
 
-def per_ratio(values: torch.Tensor, micro, ratio: str) -> torch.Tensor:
+def per_ratio(values, micro, ratio: str):
     """Of the values [k] of a micro-batch's tokens: they, or each step's sum [s] or mean [s]."""
     if ratio == "token":
         return values
@@ -342,8 +342,8 @@ def main():
     else:
         prm = policy.copy("prm")
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
-    average = prm.copy("prm_average")  # moving average of the PRM's weights; it scores steps
-    follow = swa_utils.get_ema_multi_avg_fn(0.8 * ("average" not in args.as_published))
+    is_latest = args.step_reward == "head" or "average" in args.as_published
+    average = prm if is_latest else prm.copy("prm_average")  # it scores steps
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
 
@@ -406,7 +406,7 @@ def main():
         del replay[: max(0, len(replay) - (args.prm_replay or len(winners)))]
         if args.step_reward != "ground-truth":
             learnt = [prm_update(prm, policy, part, args) for part in draw(replay, args)]
-            follow(average.trained, prm.trained, None)
+            swa_utils.get_ema_multi_avg_fn(0.8)(average.trained, prm.trained, None)
             run.log("prm", mean_of(learnt))
         run.lap("prm")
 

@@ -50,8 +50,8 @@ MODELS = {  # --model: its shape
 FLAGS = {  # the variables that the page sets
     "CARDS": f"--processes {CARDS} --dtype bfloat16 --gradient-checkpointing --history 2 "
     "--iterations 200 --learning-rate 5e-7 --lr-halving inf",
-    "ABLATED": "--as-published skill length credit preference --prm-lora-rank 0 --prm-replay 0 "
-    "--prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-6",
+    "ABLATED": "--as-published skill length credit preference average --prm-lora-rank 0 "
+    "--prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-6",
     "SHOP": "--model Qwen/Qwen2.5-7B-Instruct --webshop-data hub --tasks-per-iteration 16 "
     "--max-action-tokens 512 --max-context-tokens 8192",
     "ROOMS": "--model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 --tasks-per-iteration 32 "

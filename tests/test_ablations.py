@@ -219,7 +219,7 @@ def test_without_its_flags_it_is_istar(home):
 def test_with_the_flags_that_it_names_it_is_istar_as_published(home):
     """But for rounding: the PRM's micro-batches are cut otherwise. Its accuracy is over the steps
     that both of a pair have."""
-    flags = [*SKILL, "length", "credit", "preference", "--prm-lora-rank", 0, "--prm-replay", 0]
+    flags = [*SKILL, *"length credit preference average --prm-lora-rank 0 --prm-replay 0".split()]
     flags += "--prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3".split()
     flags += ["--lr-halving", "inf"]
     table, episodes = played(home, "as-published", *flags)

@@ -31,6 +31,7 @@ from conftest import (
 )
 from peft import LoraConfig
 from test_math import compares_all_steps, versions
+from torch.optim import swa_utils
 
 BUDGETS = (1, 40, 100, 8192)  # one sequence a micro-batch, a few, all
 
@@ -281,6 +282,33 @@ def test_prm_learns_a_planted_difference(istar, rank):
     after = dict(prm.model.named_parameters())
     moved_names = {name for name in before if not torch.equal(after[name], before[name])}
     assert moved_names == {name for name in before if "lora_" in name or not rank}
+
+
+@pytest.mark.parametrize("rank", (0, 4))
+def test_the_average_starts_as_the_prm_and_follows_it(rank):
+    """On a LoRA policy too, whose adapter both compute with; the policy and the PRM stay."""
+
+    def logprobs():
+        return [batch_logprobs(each, batch, args) for each in (policy, prm, average)]
+
+    args, batch = settings(), flatten(random_trajectories())
+    policy = network(random_model(0))
+    if rank:
+        policy = moved(network(policy.with_adapter("policy", lora(rank)).model))
+    prm = moved(policy.with_adapter("prm", lora()))
+    average = prm.copy("prm_average")
+    of_policy, first, own = logprobs()
+    assert torch.equal(own, first) and not torch.equal(first, of_policy)
+    before = [p.detach().clone() for p in average.trained]
+    moved(prm)
+    _, second, own = logprobs()
+    assert torch.equal(own, first) and not torch.equal(second, first)
+    swa_utils.get_ema_multi_avg_fn(0.8)(average.trained, prm.trained, None)
+    for old, new, found in zip(before, prm.trained, average.trained, strict=True):
+        torch.testing.assert_close(found, 0.8 * old + 0.2 * new)
+    again, unmoved, own = logprobs()
+    assert torch.equal(again, of_policy) and torch.equal(unmoved, second)
+    assert not torch.equal(own, first) and not torch.equal(own, second)
 
 
 def test_as_published_the_pairs_are_ranked_by_the_prm_before_its_step():
