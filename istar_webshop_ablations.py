@@ -7,7 +7,7 @@ Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E
     --as-published credit        Every step gets A^S, also if invalid or in a group without a pair.
     --as-published preference    The regression on log pi_old is not subtracted from r_phi.
     --as-published average       The PRM's latest weights score steps, not their moving average.
-    --prm-lora-rank 0            The PRM is a full copy of the policy.
+    --prm-lora-rank 0            The PRM is a full copy of the policy, and is not averaged.
     --prm-replay 0               The PRM is trained on this iteration's pairs only.
     --step-reward ground-truth   The world's own step rewards replace the PRM's.
     --step-reward merged         One advantage, of r_o + alpha * r_phi; each step is a sample.
@@ -218,7 +218,7 @@ def reward_model(path: str, rank: int, **reading):
     return get_peft_model(model, adapter, adapter_name="prm")
 
 
-def head_rewards(prm: Network, batch, args, graph=False) -> torch.Tensor:
+def head_rewards(prm: Network, batch, args, graph=False):
     """r_phi of every step, [S]: the head's output that predicts the last token of the answer."""
 
     def values(prm, micro, args):  # [k]
@@ -305,7 +305,7 @@ def by_token(batch):
     return batch._replace(step_traj=step_traj, token_step=torch.arange(len(step_traj)))
 
 
-def compared_with(batch, over: str) -> torch.Tensor:
+def compared_with(batch, over: str):
     """A number for every step, [S]; A^S is standardised over the steps of each number."""
     group = batch.group[batch.step_traj]  # [S]
     if over == "batch":
@@ -342,8 +342,8 @@ def main():
     else:
         prm = policy.copy("prm")
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
-    is_latest = args.step_reward == "head" or "average" in args.as_published
-    average = prm if is_latest else prm.copy("prm_average")  # it scores steps
+    latest = not args.prm_lora_rank or {"head", "average"} & {args.step_reward, *args.as_published}
+    average = prm if latest else prm.copy("prm_average")  # it scores steps
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
 

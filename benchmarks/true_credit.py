@@ -252,10 +252,11 @@ def networks_of(run: Path, dense_prm: bool) -> list:
     policy = Network("policy", AutoModelForCausalLM.from_pretrained(run / "policy"))
     if dense_prm:
         return [policy, Network("prm", AutoModelForCausalLM.from_pretrained(run / "prm"))]
-    lora = LoraConfig.from_pretrained(run / "prm")
+    path = run / "prm_average" if (run / "prm_average").exists() else run / "prm"  # what scores
+    lora = LoraConfig.from_pretrained(path)
     lora.base_model_name_or_path = None  # where it was trained, which peft would warn of
     prm = policy.with_adapter("prm", lora)
-    weights = load_file(run / "prm" / "adapter_model.safetensors")
+    weights = load_file(path / "adapter_model.safetensors")
     set_peft_model_state_dict(prm.model, weights, adapter_name="prm")
     return [policy, prm]
 

@@ -73,6 +73,8 @@ def main(script: str, out: str | Path, *options: str) -> None:
         pairs = module.preference_pairs(batch.outcomes, batch.group)
     if hasattr(module, "draw"):
         note("prm", module.prm_update, networks["prm"], policy, trajectories)
+        both = networks["prm_average"].trained, networks["prm"].trained
+        module.swa_utils.get_ema_multi_avg_fn(0.8)(*both, None)
     elif hasattr(module, "prm_update"):
         log_phi, log_old = (
             sum_per_step(batch_logprobs(each, batch, args), batch)
@@ -157,6 +159,8 @@ def networks_of(module, build, path: Path, device) -> dict:
         networks["prm"] = networks["policy"].with_adapter("prm", module.lora(4))
     elif hasattr(module, "prm_update"):
         networks["prm"] = networks["policy"].copy("prm")
+    if hasattr(module, "draw"):
+        networks["prm_average"] = networks["prm"].copy("prm_average")
     if hasattr(module, "critic_update"):
         random_model(2).save_pretrained(path, is_main_process=processes.rank() == 0)
         processes.wait()
@@ -164,7 +168,8 @@ def networks_of(module, build, path: Path, device) -> dict:
     for name, network in networks.items():
         if not fsdp.wanted():
             network.model.to(device)
-        network.optimizer = Noted(network.trained, lr=1e-2)
+        if name != "prm_average":
+            network.optimizer = Noted(network.trained, lr=1e-2)
         for seed, parameter in enumerate(network.trained if name != "policy" else ()):
             noise = torch.Generator().manual_seed(seed)
             drawn = torch.randn(parameter.shape, generator=noise)
@@ -205,7 +210,8 @@ def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
     args.run_args = SimpleNamespace(save_every=1, keep=1, dtype="float32")
     tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
     rows = [{"iteration": 1}]
-    for network in networks.values():  # as if the optimiser had moments
+    trained = [network for network in networks.values() if network.optimizer]
+    for network in trained:  # as if the optimiser had moments
         for parameter in network.trained:
             moments = {"step": torch.tensor(3.0), "exp_avg": parameter.detach() ** 2}
             network.optimizer.state[parameter] = moments
@@ -214,7 +220,7 @@ def saved_and_taken_up(run: Path, networks: dict, again: dict) -> None:
     processes.wait()  # until the first one has renamed it
     iteration, _ = load_checkpoint(run, [*again.values()], {})
     assert iteration == 1
-    for network in again.values():
+    for network in [again[network.name] for network in trained]:
         for parameter in network.trained:
             found = network.optimizer.state[parameter]
             assert found["step"] == 3

@@ -676,6 +676,9 @@ def test_a_server_that_came_back_unseen_is_connected_again(tmp_path, monkeypatch
         engine.load(model)
         assert gap(engine, model, args, contexts) < 1e-5
         assert not sent and engine.servers[0].transfer is not transfer
+        engine.servers[0].note(None)  # as after a transfer that was cut off
+        engine.load(model)
+        assert engine.ready_servers()
 
 
 def test_only_the_first_process_sends_a_whole_policy(tmp_path, monkeypatch):

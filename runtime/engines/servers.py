@@ -157,6 +157,7 @@ class ServerEngine:
             await self.ask(server, self.probe, self.weights)
         elif not before or before.version != version:
             if by_transfer:
+                server.transfer = before and server.transfer  # its weights are not known: anew
                 if server.transfer:  # of another server at this address no worker would listen
                     await self.ask(server, self.probe, before)
                 await self.send(server)
@@ -241,7 +242,6 @@ class ServerEngine:
     def lose(self, server: Server, error: LostError) -> None:
         """A server is lost: it may be another one when it is back."""
         server.note(None)
-        server.transfer = None
         if not server.is_lost:
             warn(f"{error}; it is waited for, and gets the policy's weights again")
         server.is_lost = True
@@ -304,12 +304,12 @@ class ServerEngine:
 
     async def hand_over(self) -> str:
         """Have the servers take the weights; why none of them does."""
+        sees = "; the servers have to see --model and --runs-dir under the same paths"
         try:
             async with self.connected():
                 await self.bring_back(SEEN_WITHIN if self.updates == 1 else BACK_WITHIN)
         except EngineError as error:
-            sees = "; the servers have to see --model and --runs-dir under the same paths"
-            return f"{error}{'' if 'took no weights' in str(error) else sees}"
+            return f"{error}{sees * ('took no weights' not in str(error))}"
         return ""
 
 

@@ -229,7 +229,7 @@ def install(path: Path, network: Network) -> None:
     if other := here.items() ^ there.items():
         key, _ = min(other)
         shapes = f"{key} is {there.get(key)} there, {here.get(key)} here"
-        sys.exit(f"{first}: of another model ({shapes})")
+        sys.exit(f"{first}: of another model or version ({shapes})")
     for key, found in pieces.items():
         _, i, *moment = key.split(".")
         target = parameter = network.trained[int(i)]

@@ -164,7 +164,7 @@ def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start
 
 def refuse_others(path: Path) -> None:
     """Exit where a link or something else is in the place of what a run reads or writes."""
-    kinds = dict.fromkeys(("policy", "prm", "critic", "best"), "link")
+    kinds = dict.fromkeys(("policy", "prm", "prm_average", "critic", "best"), "link")
     kinds |= dict.fromkeys(("checkpoints", "exported", "engine"), "directory")
     kinds |= dict.fromkeys((".json", ".jsonl", ".draft", ".damaged", "curve.png", "lock"), "file")
     for place in path.glob("*") if os.path.isdir(path) else ():
