@@ -56,7 +56,7 @@ LOGGED = {
     "critic/explained_variance": "variance that the critic explains",
 }
 # Tables of benchmarks/credit.py, and how the titles of those columns begin that the pages show.
-CREDIT = "alpha-beta rates tuning ablation trials normalisation"
+CREDIT = "alpha-beta rates tuning ablation trials normalisation average"
 COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
 SMOLLM2_COLUMNS = "success at", "area", "more", "by minute", "A with", "credit"
 CROSSINGS = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {

@@ -114,7 +114,7 @@ class Run:
     def resume(self, *networks: Network, **lists: list) -> None:
         """Say what the run is, divide what FSDP shards, and take up the last checkpoint if there is
         one: networks, their optimisers, and the script's lists, which are filled in place."""
-        self.networks, self.lists = [*dict.fromkeys(networks)], lists
+        self.networks, self.lists = [*{id(n): n for n in networks}.values()], lists
         of_each = [network.model for network in networks]
         if self.args.run_args.gradient_checkpointing and not recompute_layers(of_each):
             refuse("gradient_checkpointing", True, f"--model {self.args.model} has no such layers")

@@ -425,7 +425,7 @@ def test_a_checkpoint_of_a_newer_version_or_another_model_is_refused(two):
         with pytest.raises(SystemExit, match=other):
             load_checkpoint(run, networks_of(3), {})
     state.write_text(json.dumps(about))
-    other = r"000002/trained.safetensors: of another model \(policy.\d+"
+    other = r"000002/trained.safetensors: of another model or version \(policy.\d+"
     with pytest.raises(SystemExit, match=other):
         load_checkpoint(run, networks_of(3, layers=3), {})
     assert names(run) == ["000001", "000002"]

@@ -421,11 +421,16 @@ def test_adapters_share_their_base(play, script, rank, prm_rank):
     count = sum(p.numel() for p in base.parameters())
     prm = PeftModel.from_pretrained(base, run / "prm")
     adapter = sum(p.numel() for name, p in prm.named_parameters() if "lora_" in name)
-    all_of_it = count + adapter + adapter // prm_rank * rank
+    averaged = 1 + (run / "prm_average").exists()
+    all_of_it = count + averaged * adapter + adapter // prm_rank * rank
     assert f"{all_of_it / 1e6:.2f} M parameters" in done.stdout
     state = load_file(run / "checkpoints/000002/trained.safetensors")
     of_policy, of_prm = (
-        sum(t.numel() for key, t in state.items() if key.startswith(kind) and key.count(".") == 1)
+        sum(
+            t.numel()
+            for key, t in state.items()
+            if key.startswith(f"{kind}.") and key.count(".") == 1
+        )
         for kind in ("policy", "prm")
     )
     assert of_prm == adapter and of_policy == (adapter // prm_rank * rank or count)

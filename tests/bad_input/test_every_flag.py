@@ -24,7 +24,7 @@ MAY_BE_0 = set(
     "critic_learning_rate eval_temperature invalid_penalty alpha beta "
     "prm_lora_rank critic_lora_rank prm_steps prm_ridge prm_weight_decay "
     "pair_margin step_weight gamma gae_lambda step_gamma distance_discount target noise "
-    "observation_share saved_pictures save_every".split()
+    "observation_share prm_average saved_pictures save_every".split()
 )
 MAY_BE_INFINITE = {"lr_halving", "max_grad_norm"}
 
