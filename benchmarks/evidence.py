@@ -149,7 +149,10 @@ STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
-    "page-sokoban": Study(every(PAGES_SOKOBAN, "sokoban", f"{MIDDLE} --eval-every 20")),
+    "page-sokoban": Study(
+        every(PAGES_SOKOBAN, "sokoban", f"{MIDDLE} --eval-every 20")
+        + [f"istar_sokoban.py{MIDDLE} --eval-every 20 --prm-average 0"]
+    ),
     "page-webshop": Study(every(PAGES_WEBSHOP, "webshop", f"{SHORT} --eval-every 20"), (1, 2, 3)),
     "page-sotopia": Study(every(PAGES_SOTOPIA, "sotopia", f"{MIDDLE} --eval-every 20")),
     "page-visual-sokoban": Study(
