@@ -631,87 +631,87 @@ class Receiver(Fake):
         return super().answer(path, body)
 
 
-def test_a_whole_policy_goes_from_memory_to_memory(tmp_path, monkeypatch):
+@pytest.fixture
+def receiver(monkeypatch):
+    """(a Receiver, its URL), and what connects a trainer to it."""
+    pytest.importorskip("vllm")
+    loopback.connected(monkeypatch)
+    with listening(made := Receiver()) as url:
+        yield made, url
+
+
+def test_a_whole_policy_goes_from_memory_to_memory(receiver, tmp_path):
     """Without a file, over one connection; a server that was lost gets a new one. An adapter goes
     by files."""
-    pytest.importorskip("vllm")
-    loopback.connected(monkeypatch)
-    fake, args, model = Receiver(), args_for(), tiny()
-    with listening(fake) as url:
-        args.run_args.engine_url = (url,)
-        engine, contexts = engine_of(args, tmp_path), contexts_of(model)
-        follows(engine, model, args, 3, 1e-5)
-        assert not [*tmp_path.rglob("*.safetensors")]
-        begun = [body["init_info"] for path, body in fake.paths if path.startswith("/init")]
-        assert [info["world_size"] for info in begun] == [3]
-        assert not any(path == "/collective_rpc" for path, _ in fake.paths)
-        fake.dies = True
-        threading.Timer(0.5, lambda: setattr(fake, "dies", False)).start()
-        move(model, 9)
-        engine.load(model)
-        assert gap(engine, model, args, contexts) < 1e-5
-        assert sum(path.startswith("/init") for path, _ in fake.paths) > 1
+    (fake, url), model = receiver, tiny()
+    args = args_for(url)
+    engine, contexts = engine_of(args, tmp_path), contexts_of(model)
+    follows(engine, model, args, 3, 1e-5)
+    assert not [*tmp_path.rglob("*.safetensors")]
+    begun = [body["init_info"] for path, body in fake.paths if path.startswith("/init")]
+    assert [info["world_size"] for info in begun] == [3]
+    assert not any(path == "/collective_rpc" for path, _ in fake.paths)
+    fake.dies = True
+    threading.Timer(0.5, lambda: setattr(fake, "dies", False)).start()
+    move(model, 9)
+    engine.load(model)
+    assert gap(engine, model, args, contexts) < 1e-5
+    assert sum(path.startswith("/init") for path, _ in fake.paths) > 1
 
-        args = args_for(url, rank=4)
-        model, engine = adapted(model, "policy", "prm"), engine_of(args, tmp_path)
-        fake.paths.clear()
-        move(model, 3)
-        engine.load(model)
-        assert "/v1/load_lora_adapter" in [path for path, _ in fake.paths]
+    args = args_for(url, rank=4)
+    model, engine = adapted(model, "policy", "prm"), engine_of(args, tmp_path)
+    fake.paths.clear()
+    move(model, 3)
+    engine.load(model)
+    assert "/v1/load_lora_adapter" in [path for path, _ in fake.paths]
 
 
-def test_a_server_that_came_back_unseen_is_connected_again(tmp_path, monkeypatch):
+def test_a_server_that_came_back_unseen_is_connected_again(receiver, tmp_path, monkeypatch):
     """Its workers are new ones, which know nothing of the trainer's group."""
-    pytest.importorskip("vllm")
-    loopback.connected(monkeypatch)
-    fake, args, model = Receiver(), args_for(), tiny()
-    with listening(fake) as url:
-        args.run_args.engine_url = (url,)
-        engine, contexts = engine_of(args, tmp_path), contexts_of(model)
-        engine.load(model)
-        transfer, sent = engine.servers[0].transfer, []
-        monkeypatch.setattr(transfer, "send_weights", lambda: sent.append(transfer))
-        fake.__init__()  # between two updates
-        move(model, 9)
-        engine.load(model)
-        assert gap(engine, model, args, contexts) < 1e-5
-        assert not sent and engine.servers[0].transfer is not transfer
-        engine.servers[0].note(None)  # as after a transfer that was cut off
-        engine.load(model)
-        assert engine.ready_servers()
+    (fake, url), model = receiver, tiny()
+    args = args_for(url)
+    engine, contexts = engine_of(args, tmp_path), contexts_of(model)
+    engine.load(model)
+    transfer, sent = engine.servers[0].transfer, []
+    monkeypatch.setattr(transfer, "send_weights", lambda: sent.append(transfer))
+    fake.__init__()  # between two updates
+    move(model, 9)
+    engine.load(model)
+    assert gap(engine, model, args, contexts) < 1e-5
+    assert not sent and engine.servers[0].transfer is not transfer
+    engine.servers[0].note(None)  # as after a transfer that was cut off
+    engine.load(model)
+    assert engine.ready_servers()
 
 
-def test_only_the_first_process_sends_a_whole_policy(tmp_path, monkeypatch):
+def test_only_the_first_process_sends_a_whole_policy(receiver, tmp_path, monkeypatch):
     """Another process has no weights: it waits until a server that was lost has got them."""
-    pytest.importorskip("vllm")
-    loopback.connected(monkeypatch)
-    fake, model, rank = Receiver(), tiny(), [0]
-    with listening(fake) as url:
-        first, other = (engine_of(args_for(url), tmp_path / name) for name in "ab")
-        other.name = first.name
-        monkeypatch.setattr(servers.processes, "rank", lambda: rank[0])
-        first.load(model)
-        rank[0] = 1
-        other.load(model)  # it gets the version alone
-        assert other.ready_servers()
+    (fake, url), model, rank = receiver, tiny(), [0]
+    first, other = (engine_of(args_for(url), tmp_path / name) for name in "ab")
+    other.name = first.name
+    monkeypatch.setattr(servers.processes, "rank", lambda: rank[0])
+    first.load(model)
+    rank[0] = 1
+    other.load(model)  # it gets the version alone
+    assert other.ready_servers()
 
-        def brought(engine, number: int) -> str:
-            async def again():
-                async with engine.connected():
-                    return await engine.bring(engine.servers[0])
+    def brought(engine, number: int) -> str:
+        async def again():
+            async with engine.connected():
+                return await engine.bring(engine.servers[0])
 
-            rank[0] = number
-            return asyncio.run(again())
+        rank[0] = number
+        return asyncio.run(again())
 
-        for engine in (first, other):
-            engine.lose(engine.servers[0], servers.LostError("it does not answer"))
-        fake.model, fake.version, before = tiny(), "default", len(fake.paths)  # it is a new one
-        assert "has other weights" in brought(other, 1) and not other.ready_servers()
-        assert len(fake.paths) == before  # nothing was sent, and no version was told
-        assert brought(first, 0) == ""
-        told = len(fake.paths)
-        assert brought(other, 1) == "" and len(fake.paths) == told  # it has only asked
-        assert other.ready_servers() and fake.version == other.weights.version
+    for engine in (first, other):
+        engine.lose(engine.servers[0], servers.LostError("it does not answer"))
+    fake.model, fake.version, before = tiny(), "default", len(fake.paths)  # it is a new one
+    assert "has other weights" in brought(other, 1) and not other.ready_servers()
+    assert len(fake.paths) == before  # nothing was sent, and no version was told
+    assert brought(first, 0) == ""
+    told = len(fake.paths)
+    assert brought(other, 1) == "" and len(fake.paths) == told  # it has only asked
+    assert other.ready_servers() and fake.version == other.weights.version
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

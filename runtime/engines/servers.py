@@ -309,7 +309,7 @@ class ServerEngine:
             async with self.connected():
                 await self.bring_back(SEEN_WITHIN if self.updates == 1 else BACK_WITHIN)
         except EngineError as error:
-            return f"{error}{sees * ('took no weights' not in str(error))}"
+            return f"{error}{sees * any(self.directory.rglob('*.safetensors'))}"
         return ""
 
 
