@@ -130,6 +130,7 @@ ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
 SHORT, MIDDLE, LONG = over("iterations", 20, 40, 300)  # ten bring most of it on WebShop
 WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and rate
+NO_PRM = " --alpha 0 --prm-steps 0"  # the same in today's scripts
 ALPHA_1, TWO = " --alpha 1", " --prm-steps 2"  # the paper's; the default before it was 8
 ALPHAS, BETAS = ["", *over("alpha", 0.1, 0.3, 3)], ["", *over("beta", 0.05, 0.3, 3)]
 GRID = [WITHOUT] + [alpha + beta for alpha in ALPHAS for beta in BETAS]  # both are 1 by default
@@ -151,10 +152,17 @@ STUDIES = {
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
     "page-sokoban": Study(
         every(PAGES_SOKOBAN, "sokoban", f"{MIDDLE} --eval-every 20")
-        + [f"istar_sokoban.py{MIDDLE} --eval-every 20 --prm-average 0"]
+        + [f"istar_sokoban.py{MIDDLE} --eval-every 20{x}" for x in (" --prm-average 0", NO_PRM)]
     ),
-    "page-webshop": Study(every(PAGES_WEBSHOP, "webshop", f"{SHORT} --eval-every 20"), (1, 2, 3)),
-    "page-sotopia": Study(every(PAGES_SOTOPIA, "sotopia", f"{MIDDLE} --eval-every 20")),
+    "page-webshop": Study(
+        every(PAGES_WEBSHOP, "webshop", f"{SHORT} --eval-every 20")
+        + [f"istar_webshop.py{SHORT} --eval-every 20{NO_PRM}"],
+        (1, 2, 3),
+    ),
+    "page-sotopia": Study(
+        every(PAGES_SOTOPIA, "sotopia", f"{MIDDLE} --eval-every 20")
+        + [f"istar_sotopia.py{MIDDLE} --eval-every 20{NO_PRM}"]
+    ),
     "page-visual-sokoban": Study(
         every(PAGES_VISUAL, "visual_sokoban", " --iterations 30 --eval-every 15"), (1, 2, 3)
     ),
