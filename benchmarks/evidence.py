@@ -387,9 +387,10 @@ class Runs(NamedTuple):
         return [[e[key] for e in row["evaluations"] if key in e] for row in self.rows]
 
     def later(self, key: str) -> list[float]:
-        """The mean of what each run logged behind its first evaluation; [] where one has none."""
-        curves = self.logged(key)
-        return [statistics.mean(curve[1:]) for curve in curves] if min(map(len, curves)) > 1 else []
+        """The mean of what each run logged behind its first evaluation in training, or up to it
+        where that was the last; [] where a run logged none."""
+        curves = [curve[1:] or curve for curve in self.logged(key)]
+        return [*map(statistics.mean, curves)] if all(curves) else []
 
     def areas(self) -> list[float]:
         """The mean height of each run's curve over its iterations, [S]."""
@@ -501,15 +502,16 @@ def short_table(found: list[Runs], rows: list[dict]) -> str:
 
 def algorithms_table(rows: list[dict]) -> str:
     """By how much each algorithm ends above RLOO on each world, and its seconds over RLOO's."""
-    told = credit.table(measured("credit"), ("row", "more than", "seconds"))
-    _, _, rloo, *lines = cells_of(told)
     found: dict[str, dict[str, str]] = {"`istar`": {}}
-    for name, more, seconds in lines:
-        if " " not in name:  # with the defaults
-            ratio = float(seconds.split()[0]) / float(rloo[-1].split()[0])
-            found.setdefault(name, {})["Crossings"] = f"{more}, {ratio:.1f} x"
+    for name in ("credit", "credit-page"):  # the second has today's iStar
+        told = credit.table(measured(name), ("row", "more than", "seconds"))
+        _, _, rloo, *lines = cells_of(told)
+        for row, more, seconds in lines:
+            if " " not in row:  # with the defaults
+                ratio = float(seconds.split()[0]) / float(rloo[-1].split()[0])
+                found.setdefault(row, {})["Crossings"] = f"{more}, {ratio:.1f} x"
     for study, title in WORLDS.items():
-        first, *others = runs_of(STUDIES[study], rows) or [None]
+        first, *others = runs_of(STUDIES[f"page-{study}"], rows) or [None]
         for runs in others:
             if runs.command.split(" --")[1:] == first.command.split(" --")[1:]:
                 told = f"{between(*runs.less(first))}, {runs.seconds() / first.seconds():.1f} x"
