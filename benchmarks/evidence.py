@@ -129,6 +129,7 @@ ON_WEBSHOP = "rloo grpo reinforce_pp gigpo graphgpo prime ppo dpo istar"
 ON_SOTOPIA = "rloo grpo reinforce_pp istar"
 ON_VISUAL = "rloo grpo reinforce_pp gigpo istar"
 SHORT, MIDDLE, LONG = over("iterations", 20, 40, 300)  # ten bring most of it on WebShop
+SHORT_20, MIDDLE_20 = f"{SHORT} --eval-every 20", f"{MIDDLE} --eval-every 20"
 WITHOUT = " --alpha 0 --beta 0"  # a PRM: the same page, estimator, ratio and rate
 NO_PRM = " --alpha 0 --prm-steps 0"  # the same in today's scripts
 ALPHA_1, TWO = " --alpha 1", " --prm-steps 2"  # the paper's; the default before it was 8
@@ -151,17 +152,16 @@ STUDIES = {
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
     "page-sokoban": Study(
-        every(PAGES_SOKOBAN, "sokoban", f"{MIDDLE} --eval-every 20")
-        + [f"istar_sokoban.py{MIDDLE} --eval-every 20{x}" for x in (" --prm-average 0", NO_PRM)]
+        every(PAGES_SOKOBAN, "sokoban", MIDDLE_20)
+        + every("istar", "sokoban", f"{MIDDLE_20} --prm-average 0")
+        + every("istar", "sokoban", MIDDLE_20 + NO_PRM)
     ),
     "page-webshop": Study(
-        every(PAGES_WEBSHOP, "webshop", f"{SHORT} --eval-every 20")
-        + [f"istar_webshop.py{SHORT} --eval-every 20{NO_PRM}"],
+        every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
         (1, 2, 3),
     ),
     "page-sotopia": Study(
-        every(PAGES_SOTOPIA, "sotopia", f"{MIDDLE} --eval-every 20")
-        + [f"istar_sotopia.py{MIDDLE} --eval-every 20{NO_PRM}"]
+        every(PAGES_SOTOPIA, "sotopia", MIDDLE_20) + every("istar", "sotopia", MIDDLE_20 + NO_PRM)
     ),
     "page-visual-sokoban": Study(
         every(PAGES_VISUAL, "visual_sokoban", " --iterations 30 --eval-every 15"), (1, 2, 3)
