@@ -4,6 +4,7 @@ learning gain by it?
     python benchmarks/credit.py --seeds 1 2 3 4 5 6 7 8              # about 70 minutes on one core
     python benchmarks/credit.py --table                              # from the rows that are there
     python benchmarks/credit.py --name ablation --rows istar "istar --prm-lora-rank 16" ...
+    python benchmarks/credit.py --world sokoban --name head-sokoban --rows istar ...
 
 The world is envs/crossings.py, the policy models/tiny-crossings. A row is an algorithm's WebShop
 script with the world exchanged and nothing else, started with FLAGS below and the row's own; its
@@ -48,21 +49,28 @@ OWN = {  # flags of a row
 }
 # The same for every row. The rate is small on purpose (docs/results/crossings.md); it was chosen
 # while panel runs of seed 1 were looked at.
-FLAGS = """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
+FLAGS = {
+    "crossings": """--model models/tiny-crossings --max-steps 16 --max-action-tokens 8
 --max-context-tokens 512 --tasks-per-iteration 4 --iterations 60 --learning-rate 1.5e-4
 --lr-halving inf --eval-every 20 --eval-tasks 256 --eval-samples 1
---eval-temperature 1 --save-every 20 --engine hf"""
+--eval-temperature 1 --save-every 20 --engine hf""",
+    "sokoban": """--model models/tiny-sokoban --max-steps 15 --max-action-tokens 16
+--max-context-tokens 1024 --learning-rate 1e-3 --alpha 0.1 --iterations 40 --eval-every 20""",
+    "webshop": "--iterations 20 --eval-every 20",
+}
+WORLDS = {"crossings": "Crossings", "sokoban": "Sokoban", "webshop": "WebShop"}  # and its class
 
 
 # ------------ a run, in a process of its own ------------
 
 
-def load_script(name: str, directory: Path):
+def load_script(name: str, world: str, directory: Path):
     """The module of a WebShop script with the world exchanged."""
     source = (ROOT / f"{name}.py").read_text()
-    source = source.replace("envs.webshop", "envs.crossings").replace("WebShop", "Crossings")
-    source = source.replace("args.world.outcome", '"success"')  # PRIME asks: it is 0 or 1 here
-    path = directory / f"{name.replace('webshop', 'crossings')}.py"
+    source = source.replace("envs.webshop", f"envs.{world}").replace("WebShop", WORLDS[world])
+    if world != "webshop":
+        source = source.replace("args.world.outcome", '"success"')  # PRIME asks: it is 0 or 1 here
+    path = directory / f"{name.replace('webshop', world)}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -192,10 +200,11 @@ def correlation(x, y) -> float | None:
     return value if value == value else None
 
 
-def work(row: str, flags: list[str], directory: Path) -> None:
+def work(row: str, world: str, flags: list[str], directory: Path) -> None:
     """Run a row's script with these flags to its end, in this process."""
-    module = load_script(SCRIPTS.get(row, f"{row}_webshop"), directory)
-    Measuring(module, with_truth=row == "truth")
+    module = load_script(SCRIPTS.get(row, f"{row}_webshop"), world, directory)
+    if world == "crossings":
+        Measuring(module, with_truth=row == "truth")
     sys.argv = [module.__file__, *flags]
     module.main()
 
@@ -226,20 +235,21 @@ def evaluations(directory: Path, row: str, seed: int) -> list[dict]:
     return found
 
 
-def run_row(row: str, seed: int, directory: Path, common: list[str]) -> list[dict]:
+def run_row(row: str, world: str, seed: int, directory: Path, common: list[str]) -> list[dict]:
     """The evaluations of a row with a seed: of the run that is there, or of one made now. common:
     flags of every row, which come after FLAGS."""
     name = "".join(c if c.isalnum() else "-" for c in f"{row} {seed}")
     words = shlex.split(row)
     own = shlex.split(OWN.get(words[0], ""))
-    flags = [*shlex.split(FLAGS), *common, *own, *words[1:], "--seed", str(seed)]
+    flags = [*shlex.split(FLAGS[world]), *common, *own, *words[1:], "--seed", str(seed)]
     iterations = int(flags[len(flags) - flags[::-1].index("--iterations")])
     done = evaluations(directory / name, row, seed) if (directory / name).exists() else []
     if done and done[-1]["iteration"] == iterations:
         return done
 
     flags += ["--runs-dir", str(directory), "--run-name", name, "--resume", "auto"]
-    command = [sys.executable, __file__, "--work", words[0], "--runs-dir", str(directory), "--"]
+    command = [sys.executable, __file__, "--work", words[0], "--world", world]
+    command += ["--runs-dir", str(directory), "--"]
     environment = os.environ | {"WANDB_MODE": "offline"}
     with (directory / f"{name}.log").open("w") as log:
         subprocess.run(
@@ -388,6 +398,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--name", default="credit", help="The results have this name.")
+    parser.add_argument("--world", choices=WORLDS, default="crossings", help="Where it is run.")
     parser.add_argument("--rows", nargs="+", default=ROWS, help="Rows, with flags of their own.")
     parser.add_argument("--flags", default="", help="Flags of every row: '--dtype bfloat16'.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="Each row has these.")
@@ -396,7 +407,7 @@ def main():
     parser.add_argument("--work", help=argparse.SUPPRESS)  # this row, in this process
     args, flags = parser.parse_known_args()
     if args.work:
-        return work(args.work, [word for word in flags if word != "--"], args.runs_dir)
+        return work(args.work, args.world, [word for word in flags if word != "--"], args.runs_dir)
     if flags:
         parser.error(f"unknown: {' '.join(flags)}")
 
@@ -407,7 +418,7 @@ def main():
     done = {(row["row"], row["seed"]) for row in rows_of(kept)}
     for seed, row in [] if args.table else product(args.seeds, args.rows):
         if (row, seed) not in done:
-            found = run_row(row, seed, args.runs_dir, shlex.split(args.flags))
+            found = run_row(row, args.world, seed, args.runs_dir, shlex.split(args.flags))
             append(kept, [json.dumps(evaluation) for evaluation in found])
             success, seconds = found[-1]["success"], found[-1]["seconds"]
             print(f"{row} seed {seed}: {success:.3f} in {seconds:.0f} s", flush=True)
