@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from intervals import area, student
+from intervals import area, new_run, student
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -257,7 +257,7 @@ def run_row(row: str, world: str, seed: int, directory: Path, common: list[str])
         )
     done = evaluations(directory / name, row, seed)
     if not done or done[-1]["iteration"] != iterations:
-        sys.exit(f"{row} seed {seed} came to no end: see {directory / name}.log")
+        sys.exit(f"{row} seed {seed} failed: its log is {directory / name}.log")
     return done
 
 
@@ -282,11 +282,12 @@ def shown(values: list[float]) -> str:
 
 
 def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
-    """Markdown, a line for a row, means over its seeds: success by iteration; by how much it ends
-    above the first row, seed by seed, at the last iteration that both have and at the second when
-    the first of the two runs ends (between evaluations on a straight line); what share that is of
-    the truth's; the area under the curve over its width, and by how much it is above the first
-    row's; what the credit had to do with the truth, over the whole run; seconds.
+    """Markdown, a line for a row, means over its seeds: success by iteration; where a new seed's
+    run would end, in 95 of 100 cases; by how much it ends above the first row, seed by seed, at the
+    last iteration that both have and at the second when the first of the two runs ends (between
+    evaluations on a straight line); what share that is of the truth's; the area under the curve
+    over its width, and by how much it is above the first row's; what the credit had to do with the
+    truth, over the whole run; seconds.
     columns: the beginnings of the titles that are shown (default: all)."""
     curves: dict[str, dict[int, list[dict]]] = {}  # the evaluations of a row's runs, by seed
     for row in sorted(rows, key=lambda row: row["iteration"]):
@@ -326,15 +327,16 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
     gained = compared(ceiling, first)[0] if ceiling in curves else []
     room = sum(gained) / len(gained) if gained else 0.0
     titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
-    titles += [f"more than {first}", "of the way", "by minute", "area", f"more area than {first}"]
-    titles += ["A with truth", "A^S with truth", "fresh pairs", "skill", "credit share of A^E"]
-    titles.append("seconds an iteration")
+    titles += ["a new seed", f"more than {first}", "of the way", "by minute", "area"]
+    titles += [f"more area than {first}", "A with truth", "A^S with truth", "fresh pairs", "skill"]
+    titles += ["credit share of A^E", "seconds an iteration"]
     shows = [not columns or title.startswith(columns) for title in titles]
     lines = [titles, ["---"] * len(titles)]
     for name in names:
         gain, by_minute, of_areas = compared(name, first)
         cells = [f"`{name}`", str(len(curves[name]))]
         cells += [shown([x for c in curves[name].values() for x in at(c, i)]) for i in iterations]
+        cells.append(new_run([curve[-1]["success"] for curve in curves[name].values()]))
         cells.append("" if name == first else shown(gain))
         cells.append(f"{sum(gain) / len(gain) / room:.2f}" if room > 0 and gain else "")
         cells.append("" if name == first else shown(by_minute))
@@ -397,14 +399,15 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--name", default="credit", help="The results have this name.")
-    parser.add_argument("--world", choices=WORLDS, default="crossings", help="Where it is run.")
-    parser.add_argument("--rows", nargs="+", default=ROWS, help="Rows, with flags of their own.")
-    parser.add_argument("--flags", default="", help="Flags of every row: '--dtype bfloat16'.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="Each row has these.")
-    parser.add_argument("--table", action="store_true", help="Run nothing.")
-    parser.add_argument("--runs-dir", type=Path, default=ROOT / "runs" / "credit")
-    parser.add_argument("--work", help=argparse.SUPPRESS)  # this row, in this process
+    add = parser.add_argument
+    add("--name", default="credit", help="Name of the result files.")
+    add("--world", choices=WORLDS, default="crossings", help="World of the runs.")
+    add("--rows", nargs="+", default=ROWS, help="Rows, each with flags of its own.")
+    add("--flags", default="", help="Flags of every row, as '--dtype bfloat16'.")
+    add("--seeds", type=int, nargs="+", default=[1], help="Seeds of each row (default: 1).")
+    add("--table", action="store_true", help="Make table and picture of the rows.")
+    add("--runs-dir", type=Path, default=ROOT / "runs" / "credit")
+    add("--work", help=argparse.SUPPRESS)  # this row, in this process
     args, flags = parser.parse_known_args()
     if args.work:
         return work(args.work, args.world, [word for word in flags if word != "--"], args.runs_dir)

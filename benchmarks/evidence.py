@@ -38,7 +38,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import credit
-from benchmarks.intervals import area, interquartile_mean, interval, probability_of_improvement
+from benchmarks.intervals import (
+    area,
+    interquartile_mean,
+    interval,
+    new_run,
+    probability_of_improvement,
+)
 from runtime.flags import NAME as LONGEST
 from runtime.saving.files import append, replace_file, rows_of, to_json
 from sweeps.file import Job
@@ -55,17 +61,22 @@ LOGGED = {
     "prm/credit_share": "credit share of A^E",
     "critic/explained_variance": "variance that the critic explains",
 }
-# Tables of benchmarks/credit.py, and how the titles of those columns begin that the pages show.
+# Tables that benchmarks/credit.py makes, and how the titles of those columns begin that the pages
+# show. The runs on ALFWorld were started by hand, as the page says.
 CREDIT = "alpha-beta rates tuning ablation trials normalisation average"
 COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
 SMOLLM2_COLUMNS = "success at", "area", "more", "by minute", "A with", "credit"
-CROSSINGS = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
+CREDIT_TABLES = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
     "credit": COLUMNS + ("of the way", "by minute"),
-    "credit-page": COLUMNS + ("by minute",),
+    "credit-page": COLUMNS + ("a new seed", "by minute"),
     "credit-minutes": COLUMNS + ("success at", "by minute"),
     "credit-progress": COLUMNS + ("success at", "of the way"),
     "credit-smollm2": COLUMNS + SMOLLM2_COLUMNS,
     "credit-smollm2-slow": COLUMNS + SMOLLM2_COLUMNS,
+    "alfworld": ("row", "seeds", *(f"success at {i}" for i in (0, 30, 60, 90, 120)))
+    + ("more than", "seconds"),
+    "alfworld-one-seed": ("row", "success at", "seconds"),
+    "alfworld-validation": ("row", "success at"),
     "credit-smollm2-rates": ("row", "success at", "area", "A with", "A^S", "fresh pairs", "credit"),
 }
 TRUE_CREDIT = ["run", "tasks", "pairs ranked right", "by centred rewards", "A^E", "A^S"]
@@ -490,13 +501,15 @@ def short_table(found: list[Runs], rows: list[dict]) -> str:
     lines = []
     for runs in found:
         cells = [f"`{runs.command}`", str(len(runs.rows)), over_tasks(runs.panel("before"))]
-        cells += [over_tasks(runs.panel("after")), between(*runs.less(first))]
+        cells += [over_tasks(runs.panel("after")), new_run(runs.scores())]
+        cells.append(between(*runs.less(first)))
         cells[-1] = "" if runs is first else cells[-1]
         cells += [f"{runs.seconds():.1f}", f"{runs.seconds() / rloo.seconds():.2f}"]
         cells += [f"{statistics.mean(v):.3f}" if (v := runs.later(key)) else "" for key in known]
         lines.append(cells)
-    titles = ["command", "seeds", "before", "after", f"more than `{first.label}`"]
-    titles += ["seconds an iteration", "over RLOO's", *(LOGGED[key] for key in known)]
+    titles = ["command", "seeds", "before", "after", "a new seed"]
+    titles += [f"more than `{first.label}`", "seconds an iteration", "over RLOO's"]
+    titles += [LOGGED[key] for key in known]
     return table(titles, lines)
 
 
@@ -524,7 +537,7 @@ def algorithms_table(rows: list[dict]) -> str:
 
 def final_table(found: list[Runs]) -> str:
     """What each command reached. Older rows lack memory and the least share of valid answers in an
-    iteration, which is told from one seed to another."""
+    iteration, which is shown from the lowest seed to the highest."""
     lines = []
     for runs in found:
         areas, minutes = runs.areas(), [row["evaluations"][-1]["minutes"] for row in runs.rows]
@@ -709,8 +722,8 @@ def section(name: str, rows: list[dict]) -> str:
         return f"{algorithms_table(rows)}\n"
     if name == "older":
         return f"{older_table(measured(name))}\n\n[Rows]({STORED}/{name}.jsonl)\n"
-    if name in CROSSINGS:
-        told = credit.table(measured(name), CROSSINGS[name]).strip()
+    if name in CREDIT_TABLES:
+        told = credit.table(measured(name), CREDIT_TABLES[name]).strip()
         if "alpha-beta" in name:
             told = "\n\n".join(grid(told, title) for title in ("success at 60", "A^S with truth"))
         return f"{told}\n\n[All columns]({STORED}/{name}.md)\n"
@@ -764,14 +777,14 @@ def files_of(rows: list[dict]) -> dict[Path, str]:
     if missing := made - marked:
         sys.exit(f"{PAGES}: no section <!-- evidence: {min(missing)} --> for its stored rows")
     tables = {f"evidence-{name}": all_tables(name, rows) for name in made}
-    tables |= {name: credit.table(measured(name)) for name in CROSSINGS}
+    tables |= {name: credit.table(measured(name)) for name in CREDIT_TABLES}
     tables["plan"] = f"{plan_table(rows)}\n"
     tables["true-credit"] = f"{true_credit_table(measured('true-credit'))}\n"
     return pages | {ROWS.with_name(f"{file}.md"): text for file, text in tables.items()}
 
 
 def draws(name: str, found: list[Runs]) -> bool:
-    """Whether a study has a picture: one of curves that can be told apart."""
+    """Whether a study has a picture: at most twelve curves, which a reader can distinguish."""
     return not name.startswith("tuning-") and 0 < len(found) <= 12
 
 
@@ -810,10 +823,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("studies", nargs="*", help=f"Studies (default: all): {', '.join(STUDIES)}.")
-    add("--jobs", type=int, default=1, help="Runs at a time, each on one core.")
-    add("--only", default="", help="Commands that begin so are run (default: all of a study).")
-    add("--plan", action="store_true", help="Runs and machine time are told, and nothing is run.")
-    add("--table", action="store_true", help="Pages, tables and pictures are made of the rows.")
+    add("--jobs", type=int, default=1, help="Runs at the same time, each on one core (default: 1).")
+    add("--only", default="", help="Only commands that begin so (default: all of a study).")
+    add("--plan", action="store_true", help="Print the runs and their machine time; run nothing.")
+    add("--table", action="store_true", help="Make pages, tables and pictures of the rows.")
     add("--out", type=Path, default=ROOT / "runs" / "evidence", help="Directory of the runs.")
     args = parser.parse_args()
     if unknown := [name for name in args.studies if name not in STUDIES]:
@@ -823,7 +836,7 @@ def main() -> None:
         sys.exit(f"--jobs {args.jobs}: from 1 to {cores}, the cores that there are")
 
     older = {
-        name: f"{name}: its flags are those of commit {study.commit}, and it is not run by others"
+        name: f"{name}: its flags are those of commit {study.commit}; today's scripts cannot run it"
         for name, study in STUDIES.items()
         if study.commit
     }
@@ -837,7 +850,7 @@ def main() -> None:
         for name, study in STUDIES.items():
             if draws(name, found := runs_of(study, rows)):
                 picture(found).savefig(ROWS.with_name(f"evidence-{name}.png"), dpi=110)
-        for name in CROSSINGS:
+        for name in CREDIT_TABLES:
             credit.picture(measured(name), credit.RESULTS / f"{name}.png")
     else:
         if asked := [name for name in args.studies if name in older]:

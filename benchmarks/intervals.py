@@ -47,6 +47,16 @@ def interval(scores) -> tuple[float, float]:
     return float(mean), float(student(freedom) * max(variance, *parts[:2]) ** 0.5)
 
 
+def new_run(scores) -> str:
+    """Where the score of one more run lies with a probability of 95 %, as "LOW to HIGH", from the
+    scores [S] of runs that differ in the seed, by Student's t; "" for one run."""
+    scores = np.asarray(scores, float)
+    if (runs := len(scores)) < 2:
+        return ""
+    half = student(runs - 1) * scores.std(ddof=1) * (1 + 1 / runs) ** 0.5
+    return f"{scores.mean() - half:.3f} to {scores.mean() + half:.3f}"
+
+
 def area(curve: list[tuple[float, float]]) -> float:
     """The area under a curve of (iteration, height) from 0, over its width, by trapezoids."""
     steps = zip(curve, curve[1:])

@@ -8,7 +8,7 @@ from itertools import product
 from types import SimpleNamespace
 
 from benchmarks import evidence
-from benchmarks.intervals import interquartile_mean, interval, probability_of_improvement
+from benchmarks.intervals import interquartile_mean, interval, new_run, probability_of_improvement
 from runtime.flags import check_words, kinds_of
 
 import numpy as np
@@ -87,6 +87,16 @@ def test_95_of_100_intervals_cover_a_difference(better):
         mean, half = interval((rng.binomial(2, other) - rng.binomial(2, one)) / 2)
         covered += abs(mean - truth) <= half
     assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_95_of_100_new_runs_end_where_they_should():
+    rng, within = np.random.default_rng(4), 0
+    for _ in range(2000):
+        *stored, new = rng.normal(0.5, 0.1, 4)
+        low, high = map(float, new_run(stored).split(" to "))
+        within += low <= new <= high
+    assert 0.935 < within / 2000 < 0.965
+    assert new_run([0.5]) == "" and new_run([0.25, 0.25]) == "0.250 to 0.250"
 
 
 def test_an_interval_by_hand():
@@ -389,7 +399,7 @@ def page_in(tmp_path, monkeypatch, text: str):
     (page := tmp_path / "pages" / "one.md").write_text(text)
     monkeypatch.setattr(evidence, "PAGES", page.parent)
     monkeypatch.setattr(evidence, "ROWS", tmp_path / "rows.jsonl")
-    monkeypatch.setattr(evidence, "CROSSINGS", {})
+    monkeypatch.setattr(evidence, "CREDIT_TABLES", {})
     monkeypatch.setattr(sys, "argv", ["evidence.py", "--table"])
     return page
 
