@@ -51,7 +51,7 @@ def add_adapter(model, name: str, lora):
     starts as the identity and alone requires gradients. A frozen vision tower gets none."""
     from peft import get_peft_model
 
-    plain(model).computes_with = None
+    plain(model).requires_grad_(False).computes_with = None  # peft leaves older adapters as is
     if has_frozen_tower(plain(model)) and not lora.exclude_modules:
         lora.exclude_modules = r".*\bvisual\..*"
     if not is_adapted(model):

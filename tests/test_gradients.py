@@ -436,6 +436,21 @@ def test_an_adapter_follows_the_policy(rank, batch):
     assert (logprobs(network(loaded)) - after).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("rank", (0, 4))
+def test_two_adapters_on_one_policy_train_their_own_parameters(rank, batch):
+    policy = network(random_model(0))
+    if rank:
+        policy = network(policy.with_adapter("policy", lora(rank)).model)
+    both = [policy.with_adapter(name, lora()) for name in ("prm", "critic")]
+    trained = [{id(p) for p in each.trained} for each in (policy, *both, both[0].copy("average"))]
+    assert all(trained) and len(set.union(*trained)) == sum(map(len, trained))
+    first = [batch_logprobs(each, batch, settings()) for each in (policy, *both)]
+    moved(both[1])
+    after = [batch_logprobs(each, batch, settings()) for each in (policy, *both)]
+    assert torch.equal(first[0], after[0]) and torch.equal(first[1], after[1])
+    assert not torch.equal(first[2], after[2])
+
+
 def test_a_network_that_trains_an_adapter_needs_one():
     with pytest.raises(SystemExit, match="--prm-lora-rank 0: it trains an adapter"):
         network(random_model(0)).with_adapter("prm", None)
