@@ -1,5 +1,5 @@
-"""Credit where the truth is known: does A^S go along with what a step was really worth, and does
-learning gain by it?
+"""Credit where the truth is known: does A^S agree with the true value of a step, and does it help
+learning?
 
     python benchmarks/credit.py --seeds 1 2 3 4 5 6 7 8              # about 70 minutes on one core
     python benchmarks/credit.py --table                              # from the rows that are there
@@ -7,15 +7,16 @@ learning gain by it?
     python benchmarks/credit.py --world sokoban --name head-sokoban --rows istar ...
 
 The world is envs/crossings.py, the policy models/tiny-crossings. A row is an algorithm's WebShop
-script with the world exchanged and nothing else, started with FLAGS below and the row's own; its
-runs are whole runs, with checkpoints, which go on where they were stopped. What NAME.jsonl has is
-not run again, and two of these commands, with other rows or other seeds, can go beside each other.
+script with the world exchanged and nothing else, started with FLAGS below, those of --flags and the
+row's own; of two equal flags the last counts. A run that was stopped continues from its checkpoint.
+What NAME.jsonl has is not run again. Two of these commands, with different rows or seeds, can run
+at the same time.
 `truth` is iStar with the true advantage in place of A^S: the ceiling. `ablations` are of
 istar_webshop_ablations.py.
 
 The true advantage of a step is P(success) after it less P(success) before it. The walk does not
 depend on the answers, so it follows from the probabilities that the policy gives to the right ways
-(envs.crossings.advantages): these are read off the policy in a pass that the minutes leave out.
+(envs.crossings.advantages). A separate pass, which the minutes leave out, computes these.
 
 What comes out, under benchmarks/results/: NAME.jsonl (an evaluation per row, with the means of what
 was logged since the one before), NAME.md and NAME.png.
@@ -400,13 +401,14 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--name", default="credit", help="Name of the result files.")
-    add("--world", choices=WORLDS, default="crossings", help="World of the runs.")
-    add("--rows", nargs="+", default=ROWS, help="Rows, each with flags of its own.")
-    add("--flags", default="", help="Flags of every row, as '--dtype bfloat16'.")
+    add("--name", default="credit", help="Name of the result files (default: credit).")
+    add("--world", choices=WORLDS, default="crossings", help="Default: crossings.")
+    add("--rows", nargs="+", default=ROWS, help=f"With their flags (default: {' '.join(ROWS)}).")
+    add("--flags", default="", help="Flags of every row, which override those of this file.")
     add("--seeds", type=int, nargs="+", default=[1], help="Seeds of each row (default: 1).")
     add("--table", action="store_true", help="Make table and picture of the rows.")
-    add("--runs-dir", type=Path, default=ROOT / "runs" / "credit")
+    runs = ROOT / "runs" / "credit"
+    add("--runs-dir", type=Path, default=runs, help="Directory of the runs.")
     add("--work", help=argparse.SUPPRESS)  # this row, in this process
     args, flags = parser.parse_known_args()
     if args.work:

@@ -4,19 +4,20 @@
     python benchmarks/evidence.py sokoban webshop --jobs 2  what is left of the runs of two studies
     python benchmarks/evidence.py --table                   pages, tables and pictures of the rows
 
-A study is a list of commands, each run with every seed; STUDIES has them. A run has one core, and
-`--jobs` go side by side, by the runner of sweeps/run.py: killed and started again, it repeats no
-run that was finished and goes on with the others, so a killed machine costs at most what the runs
-did since their last checkpoints. A run that fails is named at the end, and the exit status is 1.
-Two of these commands can go beside each other if each has an --out of its own.
+A study is a list of commands, each run with every seed; the dictionary STUDIES below has them. A
+run has one core, and `--jobs` run at the same time, by the runner of sweeps/run.py: killed and
+started again, it repeats no finished run and continues the others from their last checkpoints. A
+run that fails is named at the end, and the exit status is 1. Two of these commands can run at the
+same time if each has an --out of its own.
 
 A finished run is a row of benchmarks/results/evidence.jsonl: its command, seed, flags, commit, its
 evaluations, and the score of each task of the panel before and after training. A study whose flags
 the scripts no longer have names the commit that has them; its rows stay, and it is not run.
 
---table makes all else of these rows and of those of benchmarks/credit.py: what stands between marks
-on the pages of docs/results/, and under benchmarks/results/ the plan, all tables of each study and
-its picture. Scores are success, in SOTOPIA the goal score (0 to 10), by the last evaluation.
+--table generates everything else from these rows and from those of benchmarks/credit.py: the text
+between marks on the pages of docs/results/, and under benchmarks/results/ the plan, all tables of
+each study and its picture. A score is the success of the last evaluation, in SOTOPIA its goal score
+(0 to 10).
 """
 
 import argparse
@@ -73,8 +74,8 @@ CREDIT_TABLES = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COL
     "credit-progress": COLUMNS + ("success at", "of the way"),
     "credit-smollm2": COLUMNS + SMOLLM2_COLUMNS,
     "credit-smollm2-slow": COLUMNS + SMOLLM2_COLUMNS,
-    "alfworld": ("row", "seeds", *(f"success at {i}" for i in (0, 30, 60, 90, 120)))
-    + ("more than", "seconds"),
+    "alfworld": ("row", "seeds", *(f"success at {i}" for i in (0, 30, 60, 100, 120)))
+    + ("more than", "by minute", "area", "more area", "seconds"),
     "alfworld-one-seed": ("row", "success at", "seconds"),
     "alfworld-validation": ("row", "success at"),
     "credit-smollm2-rates": ("row", "success at", "area", "A with", "A^S", "fresh pairs", "credit"),
@@ -301,6 +302,10 @@ def stored_rows(path: Path) -> list[dict]:
             if number < len(whole):
                 sys.exit(f"{path}:{number}: no JSON; take the line away, and its run is made again")
             replace_file(path, "".join(f"{kept}\n" for kept in whole[:-1]))
+            print(f"{path}:{number}: a torn line is taken away; its run is made again")
+    names = [row["name"] for row in rows]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        sys.exit(f"{path}: {twice[0]} is stored twice; take one of its lines away")
 
     flags: dict[str, dict] = {}
     for row in rows:
@@ -392,6 +397,15 @@ class Runs(NamedTuple):
     def scores(self) -> list[float]:
         """The last evaluation of each run, [S]."""
         return [row["evaluations"][-1]["score"] for row in self.rows]
+
+    def new_run(self) -> str:
+        """Where a run with another seed ends. A success rate varies at least as sampling alone
+        makes it vary: a task's mean m of two samples has the variance m(1 - m) without a bias."""
+        if "sotopia" in self.command:
+            return new_run(self.scores(), most=10.0)
+        ends = self.panel("after")
+        noise = statistics.mean(sum(m * (1 - m) for m in run) / len(run) ** 2 for run in ends)
+        return new_run(self.scores(), math.sqrt(noise))
 
     def logged(self, key: str) -> list[list[float]]:
         """What each run's evaluations have of a key of LOGGED, [S] of as many as have it."""
@@ -491,9 +505,10 @@ def over_tasks(scores: list[list[float]]) -> str:
     return between(*estimate(scores))
 
 
-def short_table(found: list[Runs], rows: list[dict]) -> str:
+def short_table(found: list[Runs], rows: list[dict], today: bool) -> str:
     """What a page shows of a study: each command beside the first, and its seconds beside RLOO's;
-    what PRM and critic knew, where a command has one."""
+    what PRM and critic knew, where a command has one. today: of scripts that can be run again, so
+    it says where a new seed's run would end."""
     first, (world, _) = found[0], world_and_algorithm(found[0].command)
     others = [] if "rloo_" in first.label else runs_of(STUDIES[world.replace("_", "-")], rows)
     rloo = (others or found)[0]
@@ -501,13 +516,13 @@ def short_table(found: list[Runs], rows: list[dict]) -> str:
     lines = []
     for runs in found:
         cells = [f"`{runs.command}`", str(len(runs.rows)), over_tasks(runs.panel("before"))]
-        cells += [over_tasks(runs.panel("after")), new_run(runs.scores())]
-        cells.append(between(*runs.less(first)))
-        cells[-1] = "" if runs is first else cells[-1]
+        cells.append(over_tasks(runs.panel("after")))
+        cells += [runs.new_run()] * today
+        cells.append("" if runs is first else between(*runs.less(first)))
         cells += [f"{runs.seconds():.1f}", f"{runs.seconds() / rloo.seconds():.2f}"]
         cells += [f"{statistics.mean(v):.3f}" if (v := runs.later(key)) else "" for key in known]
         lines.append(cells)
-    titles = ["command", "seeds", "before", "after", "a new seed"]
+    titles = ["command", "seeds", "before", "after", *["a new seed"] * today]
     titles += [f"more than `{first.label}`", "seconds an iteration", "over RLOO's"]
     titles += [LOGGED[key] for key in known]
     return table(titles, lines)
@@ -734,7 +749,8 @@ def section(name: str, rows: list[dict]) -> str:
         return f"No run of {command} is stored yet.\n"
     commits = sorted({row["commit"][:7] for runs in found for row in runs.rows})
     files = f"[all its tables]({STORED}/evidence-{name}.md)"
-    told = tuning_table(found) if name.startswith("tuning-") else short_table(found, rows)
+    told = tuning_table(found) if name.startswith("tuning-") else None
+    told = told or short_table(found, rows, today=name.startswith("page-"))
     if "alpha-beta" in name:
         less = f"more than `{found[0].label}`"
         told = "\n\n".join([grid(told, "after"), grid(told, less, "more than alpha 0")])
@@ -822,9 +838,11 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("studies", nargs="*", help=f"Studies (default: all): {', '.join(STUDIES)}.")
+    add(
+        "studies", nargs="*", help=f"Default: all but those of older commits. {', '.join(STUDIES)}."
+    )
     add("--jobs", type=int, default=1, help="Runs at the same time, each on one core (default: 1).")
-    add("--only", default="", help="Only commands that begin so (default: all of a study).")
+    add("--only", default="", help="Run only commands with this beginning (default: all).")
     add("--plan", action="store_true", help="Print the runs and their machine time; run nothing.")
     add("--table", action="store_true", help="Make pages, tables and pictures of the rows.")
     add("--out", type=Path, default=ROOT / "runs" / "evidence", help="Directory of the runs.")

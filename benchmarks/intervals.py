@@ -47,14 +47,16 @@ def interval(scores) -> tuple[float, float]:
     return float(mean), float(student(freedom) * max(variance, *parts[:2]) ** 0.5)
 
 
-def new_run(scores) -> str:
-    """Where the score of one more run lies with a probability of 95 %, as "LOW to HIGH", from the
-    scores [S] of runs that differ in the seed, by Student's t; "" for one run."""
+def new_run(scores, least: float = 0.0, most: float = 1.0) -> str:
+    """Where the score of one more run lies with a probability of 95 %, as "LOW to HIGH", by
+    Student's t, from the scores [S] of runs that differ in the seed; "" for fewer than three.
+    least: the standard deviation is at least this (that of one evaluation, whose answers are
+    sampled). most: the greatest score."""
     scores = np.asarray(scores, float)
-    if (runs := len(scores)) < 2:
+    if (runs := len(scores)) < 3:
         return ""
-    half = student(runs - 1) * scores.std(ddof=1) * (1 + 1 / runs) ** 0.5
-    return f"{scores.mean() - half:.3f} to {scores.mean() + half:.3f}"
+    half = student(runs - 1) * max(least, scores.std(ddof=1)) * (1 + 1 / runs) ** 0.5
+    return f"{max(0.0, scores.mean() - half):.3f} to {min(most, scores.mean() + half):.3f}"
 
 
 def area(curve: list[tuple[float, float]]) -> float:

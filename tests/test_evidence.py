@@ -92,11 +92,13 @@ def test_95_of_100_intervals_cover_a_difference(better):
 def test_95_of_100_new_runs_end_where_they_should():
     rng, within = np.random.default_rng(4), 0
     for _ in range(2000):
-        *stored, new = rng.normal(0.5, 0.1, 4)
-        low, high = map(float, new_run(stored).split(" to "))
+        *stored, new = rng.normal(50, 1, 4)
+        low, high = map(float, new_run(stored, most=100.0).split(" to "))
         within += low <= new <= high
     assert 0.935 < within / 2000 < 0.965
-    assert new_run([0.5]) == "" and new_run([0.25, 0.25]) == "0.250 to 0.250"
+    assert new_run([0.5, 0.6]) == "" and new_run([0.25] * 3) == "0.250 to 0.250"
+    assert new_run([0.5] * 4, least=0.1) == "0.144 to 0.856"  # student(3) = 3.182
+    assert new_run([0.0, 0.5, 1.0]) == "0.000 to 1.000"
 
 
 def test_an_interval_by_hand():
@@ -358,12 +360,16 @@ def test_a_grid_has_alphas_and_betas_in_order():
     assert told == ["| 0.3 | – | 8 |", "| 1 | – | 4 |", "| 3 | 10 | – |"]
 
 
-def test_rows_that_cannot_be_are_refused(study, tmp_path):
+def test_rows_that_cannot_be_are_refused(study, tmp_path, capsys):
     study(0)
     path = tmp_path / "rows.jsonl"
     good = path.read_text()
     path.write_text(good + good[:40])  # torn by a kill
     assert len(rows_in(tmp_path)) == 2 and path.read_text() == good
+    assert "rows.jsonl:3: a torn line is taken away" in capsys.readouterr().out
+    path.write_text(good + good.splitlines()[0] + "\n")
+    with pytest.raises(SystemExit, match="is stored twice"):
+        rows_in(tmp_path)
     path.write_text("{\n" + good)
     with pytest.raises(SystemExit, match="rows.jsonl:1: no JSON"):
         rows_in(tmp_path)
