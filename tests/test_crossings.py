@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import shlex
 from collections import Counter
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from envs.crossings import (
     right_way,
     wrong_habit,
 )
+from runtime.flags import check_words, kinds_of
 
 import pytest
 
@@ -218,7 +220,7 @@ def test_what_is_stored_is_not_run_again(tmp_path, monkeypatch, capsys):
     ends = {"rloo --clip 1": 0.4, "truth --clip 1": 0.9, "istar": 0.6}
     made = []
 
-    def run_row(row, seed, directory, common):
+    def run_row(row, world, seed, directory, common):
         made.append((row, seed))
         found = {"row": row, "seed": seed, "seconds": 60.0}
         return [found | {"iteration": i, "success": ends[row] * i / 60} for i in (0, 60)]
@@ -232,12 +234,19 @@ def test_what_is_stored_is_not_run_again(tmp_path, monkeypatch, capsys):
     assert made == [(row, seed) for seed in (1, 2) for row in ends]
     lines = (tmp_path / "credit.md").read_text().splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("|")][1:] for line in lines]
-    assert [(row[0], row[1], row[5]) for row in cells] == [
+    assert [(row[0], row[1], row[6]) for row in cells] == [
         ("`rloo --clip 1`", "2", "0.00"),
         ("`truth --clip 1`", "2", "1.00"),
         ("`istar`", "2", "0.40"),
     ]
     assert (tmp_path / "credit.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("world, name", credit.WORLDS.items())
+def test_a_row_is_a_webshop_script_with_another_world(world, name, tmp_path):
+    module = credit.load_script("istar_webshop_ablations", world, tmp_path)
+    assert getattr(module, name).__module__.startswith(f"envs.{world}")
+    check_words(shlex.split(credit.FLAGS[world]), kinds_of(module.Args))
 
 
 def test_rows_of_unequal_length_are_compared_by_iteration_and_by_minute():
