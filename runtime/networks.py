@@ -51,9 +51,9 @@ def add_adapter(model, name: str, lora):
     starts as the identity and alone requires gradients. A frozen vision tower gets none."""
     from peft import get_peft_model
 
-    plain(model).requires_grad_(False).computes_with = None  # peft leaves older adapters as is
     if has_frozen_tower(plain(model)) and not lora.exclude_modules:
         lora.exclude_modules = r".*\bvisual\..*"
+    plain(model).requires_grad_(False).computes_with = None  # peft leaves older adapters as is
     if not is_adapted(model):
         return get_peft_model(model, lora, adapter_name=name)
     model.add_adapter(name, lora)
