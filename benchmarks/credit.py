@@ -386,6 +386,7 @@ def picture(rows: list[dict], path: Path) -> None:
     named = axes[0].get_legend_handles_labels()
     figure.legend(*named, loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def write_results(name: str, rows: list[dict]) -> str:

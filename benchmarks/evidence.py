@@ -64,7 +64,8 @@ LOGGED = {
 }
 # Tables that benchmarks/credit.py makes, and how the titles of those columns begin that the pages
 # show. The runs on ALFWorld were started by hand, as the page says.
-CREDIT = "alpha-beta rates tuning ablation trials normalisation average new-seeds head-rates"
+CREDIT = "alpha-beta rates tuning ablation trials normalisation average new-seeds "
+CREDIT += "head-rates head-webshop head-sokoban"
 COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
 SMOLLM2_COLUMNS = "success at", "area", "more", "by minute", "A with", "credit"
 CREDIT_TABLES = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
