@@ -12,7 +12,8 @@ row's own; of two equal flags the last counts. A run that was stopped continues 
 What NAME.jsonl has is not run again. Two of these commands, with different rows or seeds, can run
 at the same time.
 `truth` is iStar with the true advantage in place of A^S: the ceiling. `ablations` are of
-istar_webshop_ablations.py.
+istar_webshop_ablations.py. With --world a row has another world, its tiny model and its flags in
+benchmarks/evidence.py; there the true advantage is not known.
 
 The true advantage of a step is P(success) after it less P(success) before it. The walk does not
 depend on the answers, so it follows from the probabilities that the policy gives to the right ways
@@ -416,6 +417,8 @@ def main():
         return work(args.work, args.world, [word for word in flags if word != "--"], args.runs_dir)
     if flags:
         parser.error(f"unknown: {' '.join(flags)}")
+    if args.world != "crossings" and not args.table and "truth" in " ".join(args.rows).split():
+        parser.error(f"--rows truth: the true advantage is not known on {args.world}")
 
     from runtime.saving.files import append, rows_of
 
