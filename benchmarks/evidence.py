@@ -750,8 +750,10 @@ def section(name: str, rows: list[dict]) -> str:
         return f"No run of {command} is stored yet.\n"
     commits = sorted({row["commit"][:7] for runs in found for row in runs.rows})
     files = f"[all its tables]({STORED}/evidence-{name}.md)"
-    told = tuning_table(found) if name.startswith("tuning-") else None
-    told = told or short_table(found, rows, today=name.startswith("page-"))
+    if name.startswith("tuning-"):
+        told = tuning_table(found)
+    else:
+        told = short_table(found, rows, today=name.startswith("page-"))
     if "alpha-beta" in name:
         less = f"more than `{found[0].label}`"
         told = "\n\n".join([grid(told, "after"), grid(told, less, "more than alpha 0")])
