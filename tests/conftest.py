@@ -97,8 +97,8 @@ def pytest_cmdline_main(config):
         or config.option.collectonly
     )
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not alone:
-        config.option.numprocesses, config.option.dist = 2, "loadgroup"
-        config.option.loadscopereorder = False  # which would leave long groups of few tests last
+        config.option.numprocesses, config.option.dist = 2, "loadfile"  # its tests share runs
+        config.option.loadscopereorder = False  # which would leave long files of few tests last
 
 
 # What takes longest begins first, in this order, so that the two processes end together.
@@ -107,17 +107,7 @@ test_viewer test_engines test_faults test_launch test_remote test_sweeps test_th
 
 
 def pytest_collection_modifyitems(items):
-    """What shares a run stays in one process: the tests of a file, in test_scripts.py those of a
-    world."""
     items.sort(key=lambda item: [*FIRST, item.path.stem].index(item.path.stem))
-    for item in items:
-        script = getattr(item, "callspec", None) and item.callspec.params.get("script")
-        group = (
-            f"{item.path.stem} {environment(script)}"
-            if item.path.stem == "test_scripts" and script
-            else item.path.stem
-        )
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_terminal_summary(terminalreporter):
