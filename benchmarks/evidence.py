@@ -803,8 +803,8 @@ def files_of(rows: list[dict]) -> dict[Path, str]:
 
 
 def draws(name: str, found: list[Runs]) -> bool:
-    """Whether a study has a picture: at most twelve curves, which a reader can distinguish."""
-    return not name.startswith("tuning-") and 0 < len(found) <= 12
+    """Whether a study has a picture: at most thirteen curves, which a reader can distinguish."""
+    return not name.startswith("tuning-") and 0 < len(found) <= 13
 
 
 def picture(found: list[Runs]):
@@ -812,8 +812,8 @@ def picture(found: list[Runs]):
     line for the mean of the seeds, a band from the lowest to the highest."""
     from matplotlib.figure import Figure
 
-    evaluations = [e for runs in found for row in runs.rows for e in row["evaluations"]]
-    known = [key for key in LOGGED if any(key in e for e in evaluations)]
+    curves = [row["evaluations"] for runs in found for row in runs.rows]
+    known = [k for k in LOGGED if any(sum(k in e for e in curve) > 1 for curve in curves)]
     rows = [["score iteration"] * 3 + ["score minutes"] * 3]
     if known:
         rows.append([f"{key} minutes" for key in known for _ in range(6 // len(known))])
