@@ -302,7 +302,7 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert "results/evidence-one.md)" in page and "| A | B |" not in page
     known = "| 0.000 (0.000 to 0.000) | 60.0 | 1.00 | 0.600 |"  # more than the first; seconds
     assert known in page and page.count("| seconds an iteration | over RLOO's |") == 1
-    assert not evidence.draws("one", [low] * 13)  # too many to be told apart
+    assert not evidence.draws("one", [low] * 14)  # too many to be told apart
     two = ["a.py --x 1 --y 2", "a.py --x 1 --y 3 --no-z"]
     assert evidence.labels(two) == ["a.py --y 2", "a.py --y 3 --no-z"]
     *scores, known = evidence.picture([low, high]).axes

@@ -163,10 +163,6 @@ DERIVED = {
         MINUTES["istar"] / MINUTES["rloo --iterations 120"]
     ],
     "at 1.7 times its seconds an iteration": [PAGE["istar"] / PAGE["rloo"]],
-    "PRIME and PPO took 1.7 to 1.8 times RLOO's time": [
-        seconds(f"{name}_webshop.py --iterations 20") / seconds("rloo_webshop.py --iterations 20")
-        for name in ("ppo", "prime")
-    ],
     "2.27 times those of the same script without it": [
         seconds(ISTAR) / seconds(f"{ISTAR} --alpha 0 --beta 0")
     ],
