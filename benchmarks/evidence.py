@@ -808,12 +808,12 @@ def draws(name: str, found: list[Runs]) -> bool:
 
 
 def picture(found: list[Runs]):
-    """The score against iterations and minutes, and what PRM and critic knew against minutes: a
-    line for the mean of the seeds, a band from the lowest to the highest."""
+    """The score against iterations and minutes, and what PRM and critic knew against minutes where
+    a run has it twice: a line for the mean of the seeds, a band from the lowest to the highest."""
     from matplotlib.figure import Figure
 
-    curves = [row["evaluations"] for runs in found for row in runs.rows]
-    known = [k for k in LOGGED if any(sum(k in e for e in curve) > 1 for curve in curves)]
+    of_runs = [row["evaluations"] for runs in found for row in runs.rows]
+    known = [k for k in LOGGED if any(sum(k in e for e in of_run) > 1 for of_run in of_runs)]
     rows = [["score iteration"] * 3 + ["score minutes"] * 3]
     if known:
         rows.append([f"{key} minutes" for key in known for _ in range(6 // len(known))])

@@ -97,7 +97,7 @@ def pytest_cmdline_main(config):
         or config.option.collectonly
     )
     if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not alone:
-        config.option.numprocesses, config.option.dist = 2, "loadfile"  # its tests share runs
+        config.option.numprocesses, config.option.dist = 2, "loadfile"  # a file's tests share runs
         config.option.loadscopereorder = False  # which would leave long files of few tests last
 
 

@@ -310,6 +310,9 @@ def test_tables_say_what_the_rows_say(study, tmp_path, monkeypatch):
     assert known.get_ylabel() == "new pairs ranked right"
     assert known.lines[0].get_xydata().tolist() == [[2, 0.15], [4, 0.35]]  # minutes
     assert "| `one` | 2 x 2 | 4 | 4 | 0.3 | 0.0 |" in evidence.plan_table(rows)
+    for row in rows:
+        row["evaluations"][-1].pop("prm/pair_accuracy", None)
+    assert len(evidence.picture([low, high]).axes) == 2  # one point is no curve
 
 
 def test_a_study_of_alpha_and_beta_is_told_as_a_grid(study, tmp_path, monkeypatch):

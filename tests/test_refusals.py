@@ -84,7 +84,7 @@ def directory(tmp_path):
 
 def refused(script, *flags, cwd) -> str:
     """What a script says that does not start: one line, and nothing else."""
-    done = run_main(script, "--eval-tasks=2", *flags, cwd=cwd, check=False)  # it reads its panel
+    done = run_main(script, "--eval-tasks=2", *flags, cwd=cwd, check=False)  # a panel is read
     assert done.returncode == 1 and not done.stdout, done
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     return done.stderr.strip()
