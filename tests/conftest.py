@@ -41,6 +41,17 @@ import blocks
 VOCABULARY = 50
 
 
+@pytest.fixture(autouse=True)
+def put_back():
+    """The tests' own process keeps its streams and hooks, and is not quiet, whatever a run was."""
+    from runtime.view import terminal
+
+    hook, err = sys.excepthook, sys.stderr
+    yield
+    sys.excepthook, sys.stderr = hook, err
+    terminal.settings["quiet"] = False
+
+
 def answers(engine, contexts: list[list[int]], sampling) -> list:
     """(ids, log-probabilities) of an answer to each context, in their order."""
     from runtime.engines import served

@@ -29,15 +29,6 @@ HOSTILE = "a\x1b[2J\x1b[1;1Hb\rc\x07d\x9b31me\u202ef\ud800g\x00h\x7fi"
 MOVES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-@pytest.fixture(autouse=True)
-def put_back():
-    """The tests' own process keeps its streams and hooks."""
-    hook, err = sys.excepthook, sys.stderr
-    yield
-    sys.excepthook, sys.stderr = hook, err
-    terminal.settings["quiet"] = False
-
-
 def start(script, *flags, **streams):
     command = [sys.executable, str(ROOT / f"{script}.py"), *SMALL.split(), *flags]
     return subprocess.Popen(command, env=os.environ, **streams)
