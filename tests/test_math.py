@@ -29,9 +29,9 @@ def product(*values, **options):
 def functions_of(script: str) -> dict[str, str]:
     """{name: text} of the functions of a script's top level."""
     text = (ROOT / f"{script}.py").read_text()
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    lines, kinds = text.splitlines(), ast.FunctionDef | ast.AsyncFunctionDef
     found = [node for node in ast.parse(text).body if isinstance(node, kinds)]
-    return {node.name: ast.get_source_segment(text, node) for node in found}
+    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
 
 
 def versions(*names: str) -> list[str]:
