@@ -19,7 +19,7 @@ Sokoban's: it only shows that the script runs. The last command was not run.
 
     pip install --no-deps -r requirements-games.txt  # optional packages with the games
     python istar_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
-    python istar_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \
+    python istar_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 --lr-halving inf \
         --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \
         --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 1e-5  # one card of 80 GB
 """

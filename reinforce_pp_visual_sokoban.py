@@ -19,7 +19,8 @@ c = 0, so its A is -mean c / std c.
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
         reinforce_pp_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
         --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
-        --freeze-vision --max-action-tokens 256 --max-context-tokens 8192  # on eight cards of 80 GB
+        --lr-halving inf --freeze-vision --max-action-tokens 256 \
+        --max-context-tokens 8192  # on eight cards of 80 GB
 """
 
 import random

@@ -87,6 +87,13 @@ def script_of(words: list[str]) -> int:
     return next(place for place, word in enumerate(words) if ROOT / word in SCRIPTS)
 
 
+def args_of(words: list[str], monkeypatch):
+    """A command's arguments, as the script reads them."""
+    place = script_of(words)
+    monkeypatch.setattr(sys, "argv", words[place:])
+    return parse(load(Path(words[place]).stem).Args, "")
+
+
 def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
     """(--model, processes, bytes of each) of a command, as the launcher and the script read it."""
     place = script_of(words)
@@ -97,8 +104,7 @@ def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
     if sharded:
         assert launcher["--config_file"] == "configs/fsdp.yaml"
         processes = int(launcher.get("--num_processes", 2))  # the file's
-    monkeypatch.setattr(sys, "argv", words[place:])
-    args = parse(load(Path(words[place]).stem).Args, "")
+    args = args_of(words, monkeypatch)
     if words[place] == "warm_start.py":
         setting = Setting(args.run_args.micro_batch_tokens, dtype=args.run_args.dtype)
     else:
@@ -108,14 +114,19 @@ def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
     return args.model, processes, needed(MODELS[args.model] if large else TINY, setting, gpu=large)
 
 
+def with_flags(commands: list[Command], cluster):
+    """(command, its words as configs/ starts them) of those whose flags say what is trained."""
+    for command in commands:
+        words = cluster(command.words) if "configs/" in command.words[1] else command.words
+        if "--help" not in words and (words[0] != "python" or len(words) > 2):
+            yield command, words
+
+
 def faults_of(commands: list[Command], cluster, monkeypatch) -> list[str]:
     """What is wrong with commands: a large model needs cards named beside it, and fits them; what
     comes with the repository needs none."""
     found = []
-    for command in commands:
-        words = cluster(command.words) if "configs/" in command.words[1] else command.words
-        if "--help" in words or words[0] == "python" and len(words) == 2:  # its model's own size
-            continue
+    for command, words in with_flags(commands, cluster):
         model, processes, need = need_of(words, monkeypatch)
         is_small = (ROOT / model).is_dir() or model.startswith("runs/") or "SmolLM2-135M" in model
         if model not in ("DIR", "seeing", *MODELS) and not is_small:  # docs/worlds.md makes it
@@ -189,3 +200,17 @@ def test_a_policy_that_trains_whole_is_sharded_on_a_cluster(cluster):
         ):
             words = cluster([*start, "istar_webshop.py", *flags])
             assert launcher in words[: script_of(words)], flags
+
+
+def test_a_command_for_a_large_model_has_its_rates_and_its_room(cluster, monkeypatch):
+    """The defaults are the tiny models': a learning rate of 1e-3 that falls, answers of 16."""
+    seen = 0
+    for command, words in with_flags(ALL, cluster):
+        args = args_of(words, monkeypatch)
+        if args.model not in MODELS or "warm_start.py" in words:
+            continue
+        rates = [rate for name, rate in vars(args).items() if name.endswith("learning_rate")]
+        assert max(rates) <= 1e-4 and args.lr_halving == float("inf"), command.text
+        assert args.max_action_tokens >= 256, command.text
+        seen += 1
+    assert seen > 40

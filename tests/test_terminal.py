@@ -19,7 +19,6 @@ from runtime.rollout import Stage, rollout
 from runtime.view import terminal
 from runtime.view.report import show
 
-import pytest
 from conftest import ROOT, load, run_main, settings
 
 SMALL = """--engine hf --iterations 3 --tasks-per-iteration 2 --group-size 2 --eval-tasks 2
