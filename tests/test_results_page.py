@@ -117,11 +117,11 @@ DERIVED = {
             if row["iteration"] == 40
         )
     ],
-    "it ends 0.066 ± 0.037 above RLOO (1.9 times the seconds)": [
+    "it ends 0.066 ± 0.037 above RLOO (1.9 times RLOO's time)": [
         *SLOW_GAIN,
         over_the_first("credit-smollm2-slow")[-1],
     ],
-    "at 2.2 times its seconds beside other processes": [
+    "at 2.2 times RLOO's seconds (with other processes running)": [
         PAGE["ablations --step-reward head --prm-learning-rate 1e-3"] / PAGE["rloo"]
     ],
     "ends 0.078 below iStar (± 0.057) and is on par with RLOO (0.013 ± 0.032 below it)": [
@@ -133,13 +133,13 @@ DERIVED = {
     "0.063 ± 0.058 below it at equal wall-clock time": [-BY_MINUTE[0], BY_MINUTE[1]],
     "iStar ends 0.066 ± 0.037 above RLOO [at a small rate]": SLOW_GAIN,
     "iStar ends 0.066 above RLOO on Sokoban (0.025 to 0.108": less(SMOLLM2_ISTAR, SMOLLM2_RLOO),
-    "iStar ends below it on all three worlds where this was run: by 0.043, 0.026 and, of 10 "
-    "points, 0.255": [
+    "iStar ends below it on all three worlds where this was run: by 0.043 on Sokoban, "
+    "0.026 on WebShop and 0.255 goal points": [
         without_prm(world, iterations)
         for world, iterations in (("sokoban", 40), ("webshop", 20), ("sotopia", 40))
     ],
-    "at 1.7 times the seconds": [PAGE["istar"] / PAGE["rloo"]],
-    "1.36 times the seconds": [seconds(SMOLLM2_ISTAR) / seconds(SMOLLM2_RLOO)],
+    "at 1.7 times RLOO's time": [PAGE["istar"] / PAGE["rloo"]],
+    "1.36 times RLOO's time": [seconds(SMOLLM2_ISTAR) / seconds(SMOLLM2_RLOO)],
     "GraphGPO is 0.113 above RLOO (0.006 to 0.219)": less(
         *(f"{name}_sokoban.py --iterations 40 --eval-every 20" for name in ("graphgpo", "rloo"))
     ),
@@ -153,16 +153,14 @@ DERIVED = {
         f(row["standard_error"] for row in evidence.measured("alfworld")) for f in (min, max)
     ],
     "at 1.4 times RLOO's seconds an iteration": over_the_first("alfworld"),
-    "0.219 ± 0.094 with eight new seeds, which no choice has used": above(
-        "credit-new-seeds", "istar", "rloo", 60
-    ),
+    "0.219 ± 0.094 with eight new": above("credit-new-seeds", "istar", "rloo", 60),
     "one of its five runs ends at 0.344, the others at 0.480 to 0.574": [
         RLOO_ENDS[at] for at in (0, 1, -1)
     ],
     "iStar's iteration takes 1.8 times as long as RLOO's (": [
         MINUTES["istar"] / MINUTES["rloo --iterations 120"]
     ],
-    "at 1.7 times its seconds an iteration": [PAGE["istar"] / PAGE["rloo"]],
+    "at 1.7 times RLOO's seconds per iteration": [PAGE["istar"] / PAGE["rloo"]],
     "2.27 times those of the same script without it": [
         seconds(ISTAR) / seconds(f"{ISTAR} --alpha 0 --beta 0")
     ],
@@ -206,7 +204,8 @@ DERIVED = {
     "the first three had given 0.068 ± 0.098": [
         *above("credit-smollm2-slow", SLOW, SLOW_RLOO, 12, range(1, 4))
     ],
-    "took 1.9 times as long beside other processes (1.6 times in the first table)": [
+    "1.9 times as long as RLOO's while other processes were running (1.6 times in the first "
+    "table)": [
         over_the_first("credit-smollm2-slow")[-1],
         over_the_first("credit-smollm2")[-1],
     ],
@@ -222,8 +221,8 @@ DERIVED = {
 # Numbers of logs that were not kept: the page says so where it tells them.
 UNSTORED = (
     "the standard deviation of r_phi grew from 0.06 to 0.93, and before each step the loss on the "
-    "drawn pairs, with its ridge, was 0.864 on average, above the 0.693 of a PRM that knows "
-    "nothing",
+    "drawn pairs, with its ridge, was 0.864 on average, above the 0.693 of an untrained "
+    "PRM",
     "it removes 0.013 of the variance of r_phi, and without it 0.527 of new pairs are ranked right "
     "instead of 0.512. Log pi_old alone ranks 0.714 right.",
     "the share of valid answers fell from 0.76 to 0.03, while the PRM ranked almost all new pairs "
