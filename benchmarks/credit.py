@@ -330,7 +330,13 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
     room = sum(gained) / len(gained) if gained else 0.0
     titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
     titles += ["a new seed", f"more than {first}", "of the way", "by minute", "area"]
-    titles += [f"more area than {first}", "A with truth", "A^S with truth", "fresh pairs", "skill"]
+    titles += [
+        f"more area than {first}",
+        "A with truth",
+        "A^S with truth",
+        "new pairs ranked right",
+        "skill",
+    ]
     titles += ["credit share of A^E", "seconds an iteration"]
     shows = [not columns or title.startswith(columns) for title in titles]
     lines = [titles, ["---"] * len(titles)]

@@ -66,7 +66,7 @@ LOGGED = {
 # show. The runs on ALFWorld were started by hand, as the page says.
 CREDIT = "alpha-beta rates tuning ablation trials normalisation average new-seeds "
 CREDIT += "head-rates head-webshop head-sokoban"
-COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "fresh pairs", "seconds"
+COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "new pairs ranked right", "seconds"
 SMOLLM2_COLUMNS = "success at", "area", "more", "by minute", "A with", "credit"
 CREDIT_TABLES = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
     "credit": COLUMNS + ("of the way", "by minute"),
@@ -79,7 +79,15 @@ CREDIT_TABLES = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COL
     + ("more than", "by minute", "area", "more area", "seconds"),
     "alfworld-one-seed": ("row", "success at", "seconds"),
     "alfworld-validation": ("row", "success at"),
-    "credit-smollm2-rates": ("row", "success at", "area", "A with", "A^S", "fresh pairs", "credit"),
+    "credit-smollm2-rates": (
+        "row",
+        "success at",
+        "area",
+        "A with",
+        "A^S",
+        "new pairs ranked right",
+        "credit",
+    ),
 }
 TRUE_CREDIT = ["run", "tasks", "pairs ranked right", "by centred rewards", "A^E", "A^S"]
 TRUE_CREDIT += ["A^S centred", "A = A^E + alpha A^S", "A less A^E", "alpha", "best alpha"]
