@@ -25,7 +25,7 @@ from r_o and V(s_t+1)). w = 0 is GRPO at the same rate, bit for bit.
     python g2po_alfworld.py                         # the tiny model: 30 minutes on one CPU core
     python g2po_alfworld.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-steps 50 --max-action-tokens 512 --max-context-tokens 32768 \
-        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
+        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one GPU of 80 GB
 """
 
 import random

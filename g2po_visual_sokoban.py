@@ -25,7 +25,7 @@ from r_o and V(s_t+1)). w = 0 is GRPO at the same rate, bit for bit.
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
         g2po_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \
         --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \
-        --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf  # eight cards of 80 GB
+        --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf  # eight GPUs of 80 GB
 """
 
 import random

@@ -23,7 +23,7 @@ from A, as in iStar; gamma and lambda are those of a public reproduction.
         gagpo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
         --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
         --lr-halving inf --freeze-vision --max-action-tokens 256 \
-        --max-context-tokens 8192  # on eight cards of 80 GB
+        --max-context-tokens 8192  # on eight GPUs of 80 GB
 """
 
 import random

@@ -26,7 +26,7 @@ last command was not run.
     python gigpo_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
     python gigpo_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 \
         --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \
-        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
+        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one GPU of 80 GB
 """
 
 import random

@@ -22,7 +22,7 @@ game's own rewards).
     python gigpo_webshop.py                         # the tiny model: 15 minutes on one CPU core
     python gigpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
-        --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf  # one GPU of 80 GB
 """
 
 import random

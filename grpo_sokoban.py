@@ -14,7 +14,7 @@ Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
     python grpo_sokoban.py                          # the tiny model: 6 minutes on one CPU core
     python grpo_sokoban.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 256 --max-context-tokens 8192 \
-        --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf  # one GPU of 80 GB
 """
 
 import random

@@ -14,7 +14,7 @@ Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip.
     python grpo_webshop.py                          # the tiny model: 15 minutes on one CPU core
     python grpo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
-        --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf  # one GPU of 80 GB
 """
 
 import random

@@ -19,7 +19,7 @@ weights, A^S only for valid answers in groups with a pair, pairs of equal length
     python istar_alfworld.py                          # the tiny model: 40 minutes on one CPU core
     python istar_alfworld.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-steps 50 --max-action-tokens 512 --max-context-tokens 32768 --gradient-checkpointing \
-        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5  # one GPU of 80 GB
 """
 
 import random

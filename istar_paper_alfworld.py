@@ -21,7 +21,7 @@ istar_alfworld.py is the same script with our changes; the diff of the two shows
     python istar_paper_alfworld.py                    # the tiny model: 40 minutes on one CPU core
     python istar_paper_alfworld.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-steps 50 --max-action-tokens 512 --max-context-tokens 8192 --history 2 --alpha 1 \
-        --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 2e-6  # one card of 80 GB
+        --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 2e-6  # one GPU of 80 GB
 """
 
 import math

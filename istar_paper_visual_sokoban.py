@@ -22,7 +22,7 @@ clip. istar_visual_sokoban.py is the same script with our changes; the diff of t
         istar_paper_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
         --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --freeze-vision \
         --max-action-tokens 256 --max-context-tokens 8192 --history 2 --learning-rate 5e-7 \
-        --prm-learning-rate 1e-6  # on eight cards of 80 GB
+        --prm-learning-rate 1e-6  # on eight GPUs of 80 GB
 """
 
 import math

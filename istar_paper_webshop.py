@@ -20,7 +20,7 @@ clip. istar_webshop.py is the same script with our changes; the diff of the two 
     python istar_paper_webshop.py                     # the tiny model: 25 minutes on one CPU core
     python istar_paper_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
-        --history 2 --learning-rate 1e-6 --prm-learning-rate 2e-6  # one card of 80 GB
+        --history 2 --learning-rate 1e-6 --prm-learning-rate 2e-6  # one GPU of 80 GB
 """
 
 import math

@@ -21,7 +21,7 @@ Sokoban's: it only shows that the script runs. The last command was not run.
     python istar_textgame.py --iterations 2 --tasks-per-iteration 2 --eval-tasks 4
     python istar_textgame.py --game twx:coin --max-steps 30 --dtype bfloat16 --lr-halving inf \
         --model Qwen/Qwen2.5-1.5B-Instruct --max-action-tokens 256 --max-context-tokens 16384 \
-        --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 1e-5  # one card of 80 GB
+        --gradient-checkpointing --learning-rate 1e-6 --prm-learning-rate 1e-5  # one GPU of 80 GB
 """
 
 import random

@@ -21,7 +21,7 @@ averaged weights, A^S only for valid answers in groups with a pair, pairs of equ
         istar_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct \
         --cell-pixels 28 --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 \
         --freeze-vision --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf \
-        --prm-learning-rate 1e-5  # on eight cards of 80 GB
+        --prm-learning-rate 1e-5  # on eight GPUs of 80 GB
 """
 
 import random

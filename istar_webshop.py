@@ -19,7 +19,7 @@ weights, A^S only for valid answers in groups with a pair, pairs of equal length
     python istar_webshop.py                           # the tiny model: 25 minutes on one CPU core
     python istar_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
-        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5  # one GPU of 80 GB
 """
 
 import random

@@ -26,7 +26,7 @@ in the other algorithms, so that batches are the same, but PPO does not use them
     python ppo_webshop.py                           # the tiny model: 25 minutes on one CPU core
     python ppo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
-        --learning-rate 1e-6 --lr-halving inf --critic-learning-rate 1e-5  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf --critic-learning-rate 1e-5  # one GPU of 80 GB
 """
 
 import random

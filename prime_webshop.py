@@ -25,7 +25,7 @@ release the filter for prompts of medium accuracy, the coefficients of the two p
     python prime_webshop.py                         # the tiny model: 30 minutes on one CPU core
     python prime_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-action-tokens 512 --max-context-tokens 16384 --gradient-checkpointing \
-        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-6  # one card of 80 GB
+        --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-6  # one GPU of 80 GB
 """
 
 import random

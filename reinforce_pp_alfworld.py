@@ -18,7 +18,7 @@ outcomes has c = 0, so its A is -mean c / std c.
     python reinforce_pp_alfworld.py                 # the tiny model: 30 minutes on one CPU core
     python reinforce_pp_alfworld.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 \
         --max-steps 50 --max-action-tokens 512 --max-context-tokens 32768 \
-        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one card of 80 GB
+        --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf  # one GPU of 80 GB
 """
 
 import random

@@ -16,7 +16,7 @@ Left out, as in istar_sotopia.py: KL to a reference, entropy bonus, dual clip.
         rloo_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \
         --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \
         --model Qwen/Qwen2.5-7B-Instruct --learning-rate 1e-6 --lr-halving inf \
-        --max-action-tokens 512 --max-context-tokens 16384  # eight cards of 80 GB; docs/worlds.md
+        --max-action-tokens 512 --max-context-tokens 16384  # eight GPUs of 80 GB; docs/worlds.md
 """
 
 import random

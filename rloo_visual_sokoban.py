@@ -15,7 +15,7 @@ Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip.
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
         rloo_visual_sokoban.py --processes 8 --model Qwen/Qwen2.5-VL-7B-Instruct --cell-pixels 28 \
         --dtype bfloat16 --gradient-checkpointing --learning-rate 1e-6 --freeze-vision \
-        --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf  # eight cards of 80 GB
+        --max-action-tokens 256 --max-context-tokens 8192 --lr-halving inf  # eight GPUs of 80 GB
 """
 
 import random

@@ -13,7 +13,7 @@ tiny models.
 
     python warm_start.py --out models/tiny-sokoban
     python warm_start.py --model Qwen/Qwen2.5-0.5B-Instruct --out warm \
-        --learning-rate 1e-5  # one card of 48 GB
+        --learning-rate 1e-5  # one GPU of 48 GB
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 # A run on two machines with eight GPUs each, from the repository's directory, which all of them see:
 #     sbatch configs/slurm.sh istar_webshop.py --model Qwen/Qwen2.5-7B-Instruct --dtype bfloat16 \
 #         --gradient-checkpointing --learning-rate 1e-6 --lr-halving inf --prm-learning-rate 1e-5 \
-#         --max-action-tokens 512 --max-context-tokens 16384 ...    # for 16 cards of 80 GB
+#         --max-action-tokens 512 --max-context-tokens 16384 ...    # for 16 GPUs of 80 GB
 # Where the job ends early and is queued again, the same command goes on with the same run.
 #SBATCH --job-name=istar
 #SBATCH --nodes=2
