@@ -1,7 +1,7 @@
 r"""GAGPO on VisualSokoban: generalised advantage grouped policy optimisation, multi-turn agents.
 
-Zhu et al., arXiv 2605.13217; here a baseline of iStar (2509.19199). Trajectories of a group pass
-through the same states. The mean discounted outcome of a state's visits replaces the value of PPO's
+Zhu et al., arXiv 2605.13217; here a baseline of iStar (2509.19199). Trajectories of a group often
+share states. The mean discounted outcome of a state's visits replaces the value of PPO's
 critic, and GAE over the steps of an episode gives the advantages. r_o: the outcome; T: the
 episode's last step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all
 tokens of one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the

@@ -68,7 +68,7 @@ class Args:
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter (paper: a full copy).
     prm_steps: int = 8  # PRM steps per iteration (paper: 1).
-    prm_average: float = 0.8  # Decay, per iteration, of the PRM's average that scores (paper: 0).
+    prm_average: float = 0.8  # Decay per iteration of the weights' average that scores (paper: 0).
     prm_replay: int = 256  # Latest groups that the PRM learns from (paper: this iteration's).
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
