@@ -2,11 +2,13 @@
 its flags are the script's, and by prediction it fits the cards that the text beside it names."""
 
 import ast
+import functools
 import re
 import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 from runtime.flags import parse
 from runtime.memory import GIB, Setting, Shape, needed, setting_of
@@ -83,18 +85,19 @@ def cluster(tmp_path_factory):
     return start
 
 
-def script_of(words: list[str]) -> int:
+def script_of(words) -> int:
     return next(place for place, word in enumerate(words) if ROOT / word in SCRIPTS)
 
 
-def args_of(words: list[str], monkeypatch):
+@functools.cache
+def args_of(*words: str):
     """A command's arguments, as the script reads them."""
     place = script_of(words)
-    monkeypatch.setattr(sys, "argv", words[place:])
-    return parse(load(Path(words[place]).stem).Args, "")
+    with patch.object(sys, "argv", [*words[place:]]):
+        return parse(load(Path(words[place]).stem).Args, "")
 
 
-def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
+def need_of(words: list[str]) -> tuple[str, int, float]:
     """(--model, processes, bytes of each) of a command, as the launcher and the script read it."""
     place = script_of(words)
     launcher = dict(zip(words[:place], words[1:place]))
@@ -104,7 +107,7 @@ def need_of(words: list[str], monkeypatch) -> tuple[str, int, float]:
     if sharded:
         assert launcher["--config_file"] == "configs/fsdp.yaml"
         processes = int(launcher.get("--num_processes", 2))  # the file's
-    args = args_of(words, monkeypatch)
+    args = args_of(*words)
     if words[place] == "warm_start.py":
         setting = Setting(args.run_args.micro_batch_tokens, dtype=args.run_args.dtype)
     else:
@@ -122,12 +125,12 @@ def with_flags(commands: list[Command], cluster):
             yield command, words
 
 
-def faults_of(commands: list[Command], cluster, monkeypatch) -> list[str]:
+def faults_of(commands: list[Command], cluster) -> list[str]:
     """What is wrong with commands: a large model needs cards named beside it, and fits them; what
     comes with the repository needs none."""
     found = []
     for command, words in with_flags(commands, cluster):
-        model, processes, need = need_of(words, monkeypatch)
+        model, processes, need = need_of(words)
         is_small = (ROOT / model).is_dir() or model.startswith("runs/") or "SmolLM2-135M" in model
         if model not in ("DIR", "seeing", *MODELS) and not is_small:  # docs/worlds.md makes it
             found.append(f"{command.text}: the size of {model} is not among MODELS")
@@ -147,8 +150,8 @@ WHERE = dict.fromkeys(command.path for command in ALL)
 
 
 @pytest.mark.parametrize("path", WHERE, ids=lambda path: path.name)
-def test_a_command_fits_the_cards_that_its_text_names(path, cluster, monkeypatch):
-    assert faults_of([each for each in ALL if each.path == path], cluster, monkeypatch) == []
+def test_a_command_fits_the_cards_that_its_text_names(path, cluster):
+    assert faults_of([each for each in ALL if each.path == path], cluster) == []
 
 
 def test_the_commands_are_found():
@@ -172,19 +175,19 @@ SAID = {
 
 
 @pytest.mark.parametrize("says", SAID)
-def test_a_command_that_does_not_fit_is_told(says, tmp_path, cluster, monkeypatch):
+def test_a_command_that_does_not_fit_is_told(says, tmp_path, cluster):
     command = "python rloo_webshop.py --model Qwen/Qwen2.5-1.5B-Instruct \\\n    --dtype bfloat16"
     (tmp_path / "page.md").write_text(f"```bash\n{command}  {says}\n```\n")
-    found = faults_of(commands_of(tmp_path / "page.md"), cluster, monkeypatch)
+    found = faults_of(commands_of(tmp_path / "page.md"), cluster)
     assert len(found) == bool(SAID[says]) and SAID[says] in "".join(found)
 
 
 @pytest.mark.parametrize("start", ["python3", "uv run", ".venv/bin/python3.11"])
 @pytest.mark.parametrize("model", ["HuggingFaceTB/SmolLM2-1.7B-Instruct", "Qwen2.5-7B"])
-def test_a_model_of_unknown_size_is_told(start, model, tmp_path, cluster, monkeypatch):
+def test_a_model_of_unknown_size_is_told(start, model, tmp_path, cluster):
     command = f"{start} rloo_webshop.py --model {model}  # one card of 24 GB"
     (tmp_path / "page.md").write_text(f"```bash\n{command}\n```\n")
-    (found,) = faults_of(commands_of(tmp_path / "page.md"), cluster, monkeypatch)
+    (found,) = faults_of(commands_of(tmp_path / "page.md"), cluster)
     assert f"the size of {model} is not among MODELS" in found
 
 
@@ -202,11 +205,11 @@ def test_a_policy_that_trains_whole_is_sharded_on_a_cluster(cluster):
             assert launcher in words[: script_of(words)], flags
 
 
-def test_a_command_for_a_large_model_has_its_rates_and_its_room(cluster, monkeypatch):
+def test_a_command_for_a_large_model_has_its_rates_and_its_room(cluster):
     """The defaults are the tiny models': a learning rate of 1e-3 that falls, answers of 16."""
     seen = 0
     for command, words in with_flags(ALL, cluster):
-        args = args_of(words, monkeypatch)
+        args = args_of(*words)
         if args.model not in MODELS or "warm_start.py" in words:
             continue
         rates = [rate for name, rate in vars(args).items() if name.endswith("learning_rate")]
