@@ -1,11 +1,10 @@
 r"""GAGPO on VisualSokoban: generalised advantage grouped policy optimisation, multi-turn agents.
 
 Zhu et al., arXiv 2605.13217; here a baseline of iStar (2509.19199). Trajectories of a group often
-share states. The mean discounted outcome of a state's visits replaces the value of PPO's
-critic, and GAE over the steps of an episode gives the advantages. r_o: the outcome; T: the
-episode's last step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all
-tokens of one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
-policy in training.
+share states. The mean discounted outcome of a state's visits replaces the value of PPO's critic,
+and GAE over the steps of an episode gives the advantages. r_o: the outcome; T: the episode's last
+step; s_t: the state in which a_t was taken, here the grid; a_t: an action, all tokens of one
+answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     value          V(s) = mean of gamma^(T-t) * r_o over the visits s_t = s;  V(s_T+1) = 0
     TD residual    delta_t = r_t + gamma * V(s_t+1) - V(s_t),  r_T = r_o, before it 0

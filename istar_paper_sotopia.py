@@ -22,7 +22,8 @@ clip. istar_sotopia.py is the same script with our changes; the diff of the two 
         istar_paper_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \
         --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \
         --model Qwen/Qwen2.5-7B-Instruct --learning-rate 1e-6 --prm-learning-rate 2e-6 \
-        --max-action-tokens 512 --max-context-tokens 16384  # eight GPUs of 80 GB; docs/worlds.md
+        --max-action-tokens 512 --max-context-tokens 16384 --max-steps 10 \
+        --history 2  # on eight GPUs of 80 GB; see docs/worlds.md
 """
 
 import math

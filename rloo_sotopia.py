@@ -15,7 +15,7 @@ Left out, as in istar_sotopia.py: KL to a reference, entropy bonus, dual clip.
     accelerate launch --config_file configs/fsdp.yaml --num_processes 8 \
         rloo_sotopia.py --processes 8 --dtype bfloat16 --gradient-checkpointing \
         --sotopia-data DIR --partner self --judge-url https://HOST/v1 --judge-model NAME \
-        --model Qwen/Qwen2.5-7B-Instruct --learning-rate 1e-6 --lr-halving inf \
+        --max-steps 10 --model Qwen/Qwen2.5-7B-Instruct --learning-rate 1e-6 --lr-halving inf \
         --max-action-tokens 512 --max-context-tokens 16384  # eight GPUs of 80 GB; docs/worlds.md
 """
 

@@ -2,7 +2,7 @@
 # Makes .venv with everything that is needed on a Linux machine with Python 3.11, 3.12 or 3.13:
 #
 #     bash setup.sh           what the scripts import, for a machine without a GPU
-#     bash setup.sh --gpu     the same for NVIDIA cards; docs/install.md says with which driver
+#     bash setup.sh --gpu     the same for NVIDIA GPUs; docs/install.md says with which driver
 #     bash setup.sh --test    also what the tests import; with --gpu too
 set -euo pipefail
 cd "$(dirname "$0")"

@@ -154,14 +154,14 @@ TABLES = {  # success and score in percent, goals of 10; plus and minus as print
         Row(
             "istar-homes-1.5b",
             "",
-            f"istar_paper_alfworld.py $CARDS $HOMES {SMALLER} --alpha 1 {RATE_OF_PRM}",
+            f"istar_paper_alfworld.py $CARDS $HOMES {SMALLER} --alpha 1 --prm-learning-rate 2e-6",
         ),
         Row("grpo-homes-7b", "77.6", f"grpo_alfworld.py $CARDS $HOMES {QWEN}"),
         Row("gigpo-homes-7b", "90.8", f"gigpo_alfworld.py $CARDS $HOMES {QWEN}"),
         Row(
             "istar-homes-7b",
             "",
-            f"istar_paper_alfworld.py $CARDS $HOMES {QWEN} --alpha 1 {RATE_OF_PRM}",
+            f"istar_paper_alfworld.py $CARDS $HOMES {QWEN} --alpha 1 --prm-learning-rate 2e-6",
         ),
     ],
 }

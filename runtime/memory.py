@@ -203,7 +203,7 @@ def tell_if_too_much(config, args, cards: int, card: float | None) -> None:
     would fit. card: bytes of the GPU; None: there is none, the machine's memory counts."""
     if (shape := shape_of(config)) is None:
         return
-    gpu, memory, what = card is not None, card, "this card has"
+    gpu, memory, what = card is not None, card, "this GPU has"
     if not gpu:  # where vLLM's cache stays while the trainer works
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory, what = memory / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine has"

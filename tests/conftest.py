@@ -43,13 +43,13 @@ VOCABULARY = 50
 
 @pytest.fixture(autouse=True)
 def put_back():
-    """The tests' own process keeps its streams and hooks, and is not quiet, whatever a run was."""
+    """The tests' own process is not quiet, whatever a run was, and keeps its stderr and what it
+    does with errors that nobody caught."""
     from runtime.view import terminal
 
-    hook, err = sys.excepthook, sys.stderr
+    hook, err, terminal.settings["quiet"] = sys.excepthook, sys.stderr, False
     yield
-    sys.excepthook, sys.stderr = hook, err
-    terminal.settings["quiet"] = False
+    sys.excepthook, sys.stderr, terminal.settings["quiet"] = hook, err, False
 
 
 def answers(engine, contexts: list[list[int]], sampling) -> list:
@@ -76,11 +76,11 @@ def distinct(scripts: list[str]) -> list[str]:
     first = {}
     for script in scripts:
         text = (ROOT / f"{script}.py").read_text()
-        own = []
+        lines, own = text.splitlines(), []
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
                 if getattr(node, "name", "") not in ("Args", "main"):
-                    own.append(ast.get_source_segment(text, node))
+                    own.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         first.setdefault(tuple(own), script)
     return [*first.values()]
 

@@ -214,6 +214,8 @@ def test_a_command_for_a_large_model_has_its_rates_and_its_room(cluster):
             continue
         rates = [rate for name, rate in vars(args).items() if name.endswith("learning_rate")]
         assert max(rates) <= 1e-4 and args.lr_halving == float("inf"), command.text
-        assert args.max_action_tokens >= 256, command.text
+        assert args.max_action_tokens >= 256 and args.max_context_tokens >= 4096, command.text
+        if any(word.startswith("istar_paper_") for word in words):
+            assert args.prm_learning_rate == 2 * args.learning_rate, command.text
         seen += 1
     assert seen > 40

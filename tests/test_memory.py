@@ -235,7 +235,7 @@ def test_a_run_that_will_not_fit_is_told_with_flags_that_would(capsys, monkeypat
     tell_if_too_much(config, args, 1, 79 * GIB)
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("warning: memory: an iteration needs about ")
-    assert "this card has 79.0" in said
+    assert "this GPU has 79.0" in said
     assert "--gradient-checkpointing --policy-lora-rank 64 would need" in said
 
     args.policy_lora_rank = 64
