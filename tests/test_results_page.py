@@ -121,6 +121,7 @@ DERIVED = {
         *SLOW_GAIN,
         over_the_first("credit-smollm2-slow")[-1],
     ],
+    "0.005 ± 0.090": above("credit-smollm2-average", f"{SLOW} --prm-average 0.8", SLOW_RLOO, 12),
     "at 2.2 times RLOO's seconds (with other processes running)": [
         PAGE["ablations --step-reward head --prm-learning-rate 1e-3"] / PAGE["rloo"]
     ],
