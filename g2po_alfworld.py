@@ -4,7 +4,7 @@ Wang et al., arXiv 2606.22995; here a baseline of iStar (2509.19199). The trajec
 form a graph of states, and the value of a state is the mean discounted outcome of its visits. A
 step's advantage compares the value of its next state among the steps from the same state, and its
 gain in value among all steps of the group. r_o: the outcome; T: the episode's last step; s_t: the
-state in which a_t was taken, here the page without the instruction; a_t: an action, all tokens of
+state in which a_t was taken, here the true state (see --anchor); a_t: an action, all tokens of
 one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in
 training.
 

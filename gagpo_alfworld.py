@@ -3,7 +3,7 @@ r"""GAGPO on ALFWorld: generalised advantage grouped policy optimisation, for mu
 Zhu et al., arXiv 2605.13217; here a baseline of iStar (2509.19199). Trajectories of a group often
 share states. The mean discounted outcome of a state's visits replaces the value of PPO's critic,
 and GAE over the steps of an episode gives the advantages. r_o: the outcome; T: the episode's last
-step; s_t: the state in which a_t was taken, here the page without the instruction; a_t: an action,
+step; s_t: the state in which a_t was taken, here the true state (see --anchor); a_t: an action,
 all tokens of one answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
 policy in training.
 

@@ -3,7 +3,7 @@ r"""GiGPO on ALFWorld: group-in-group policy optimisation, for multi-turn agents
 Feng et al., arXiv 2505.10978; a baseline of iStar (arXiv 2509.19199). Trajectories of a group often
 share states. Steps from the same state (the anchor) are compared with each other, without a critic
 or a reward model. r_o: the outcome; T: the episode's last step; s_t: the state in which a_t was
-taken, here the page without the instruction; a_t: an action, all tokens of one answer; pi_old: the
+taken, here the true state (see --anchor); a_t: an action, all tokens of one answer; pi_old: the
 policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     return         R_t = gamma^(T-t) * r_o

@@ -3,7 +3,7 @@ r"""GraphGPO on ALFWorld: graph-based group policy optimisation, for multi-turn 
 Cheng et al., arXiv 2605.26684; here a baseline of iStar (2509.19199). The trajectories of a group
 are merged into one graph of their states. A^S of a step depends on the distance of its next state
 to the goal in this graph, and so not on its own episode alone. r_o: the outcome; s_t: the state in
-which a_t was taken, here the page without the instruction; a_t: an action, all tokens of one
+which a_t was taken, here the true state (see --anchor); a_t: an action, all tokens of one
 answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the policy in training.
 
     graph          nodes: the states of the group; edges: s_t -> s_t+1; the last step of a success

@@ -70,6 +70,11 @@ def scripts_with(*names: str) -> list[str]:
     return [script for script in texts if defines[script] >= set(names)]
 
 
+def text_of(node, lines: list[str]) -> str:
+    """The lines of a node; ast.get_source_segment splits the whole text anew for each."""
+    return "\n".join(lines[node.lineno - 1 : node.end_lineno])
+
+
 def distinct(scripts: list[str]) -> list[str]:
     """The first of each set of scripts that differ in their imports, flags, play and main alone:
     what tests/blocks.py keeps equal byte for byte is tested once."""
@@ -80,7 +85,7 @@ def distinct(scripts: list[str]) -> list[str]:
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign):
                 if getattr(node, "name", "") not in ("Args", "main"):
-                    own.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+                    own.append(text_of(node, lines))
         first.setdefault(tuple(own), script)
     return [*first.values()]
 

@@ -15,7 +15,7 @@ from runtime.data import Step, Trajectory, sum_per_step
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load, scripts_with
+from conftest import ROOT, load, scripts_with, text_of
 
 SEEDS = range(4)
 KINDS = ("binary", "scores")  # of outcomes
@@ -31,7 +31,7 @@ def functions_of(script: str) -> dict[str, str]:
     text = (ROOT / f"{script}.py").read_text()
     lines, kinds = text.splitlines(), ast.FunctionDef | ast.AsyncFunctionDef
     found = [node for node in ast.parse(text).body if isinstance(node, kinds)]
-    return {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in found}
+    return {node.name: text_of(node, lines) for node in found}
 
 
 def versions(*names: str) -> list[str]:
