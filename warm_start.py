@@ -94,7 +94,7 @@ class RunArgs:
     """Limits of the machine; only dtype changes results."""
 
     micro_batch_tokens: int = 8192  # Maximum tokens of a forward and backward pass.
-    engine_memory: int = 2  # Key-value cache of the engine on a CPU [GiB].
+    engine_memory: int = 2  # Engine's KV cache on a CPU [GiB]; what does not fit is recomputed.
     engine_gpu_share: float = 0.4  # Share of a GPU's memory for the key-value cache.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Precision; bfloat16 trains float32 copies.
 

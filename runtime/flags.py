@@ -30,7 +30,7 @@ class RunArgs:
     """Sampler: vllm, or hf (transformers; bit-reproducible on a CPU); auto: vllm if installed."""
     engine_url: tuple[str, ...] = ()  # Addresses of vLLM servers that sample: http://host:8000.
     async_rollout: bool = False  # Servers sample with the previous weights while the trainer works.
-    engine_memory: int = 2  # Size of the engine's key-value cache on a CPU [GiB].
+    engine_memory: int = 2  # Engine's KV cache on a CPU [GiB]; what does not fit is recomputed.
     engine_gpu_share: float = 0.4  # Share of a GPU's memory that the engine takes to sample.
     dtype: Literal["float32", "bfloat16"] = field(default_factory=usual_dtype)
     """Precision of engine and trainer (optimisers: float32): bfloat16 on a GPU, else float32."""
