@@ -38,7 +38,6 @@ def compute_with(model, adapters: tuple[str, ...]) -> None:
     for layer in model.modules():
         if hasattr(layer, "lora_A"):
             there = [name for name in adapters if name in layer.lora_A]
-            layer.enable_adapters(bool(there))
             layer.__dict__.pop("forward", None)
             if there:
                 layer.set_adapter(there)
