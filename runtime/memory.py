@@ -5,10 +5,10 @@ import os
 from dataclasses import dataclass, replace
 
 from runtime.distributed import fsdp
+from runtime.networks import LOGITS
 from runtime.view.terminal import warn
 
 GIB = 2**30
-LOGITS = 2**28  # of them at a time (networks.py)
 FEWER = 64  # --policy-lora-rank that is proposed
 PICTURES = 0.25  # of a context's tokens, those that stand for pictures: assumed
 
