@@ -58,16 +58,11 @@ def describe(trajectories: list, kind: str, env=None, faults: int = 0) -> dict:
     return {f"{kind}/{key}": value for key, value in (told | row).items()}
 
 
-def seen_pictures(t) -> list[bytes]:
-    """The PNG that each step of a trajectory of pictures answers: the last before its action."""
-    firsts = [t.step_ids.index(step) for step in range(len(t.steps))]
-    return [[png for place, png in t.pictures if place < first][-1] for first in firsts]
-
-
 def save_pictures(trajectories: list, run: Path, most: int) -> dict[bytes, str]:
     """{PNG: its path} of these episodes' pictures; each is written once, `most` in all, to run."""
     many, named = len([*run.glob("pictures/*.png")]), {}
-    for png in dict.fromkeys(p for t in trajectories if t.pictures for p in seen_pictures(t)):
+    seen = (getattr(step.observation, "picture", None) for t in trajectories for step in t.steps)
+    for png in dict.fromkeys(filter(None, seen)):
         name = f"pictures/{hashlib.sha256(png).hexdigest()[:16]}.png"
         if not (run / name).exists() and many < most:
             (run / "pictures").mkdir(exist_ok=True)
@@ -84,13 +79,13 @@ def episode_lines(row: dict, trajectories: list, columns: dict, pictures=None) -
     numbers = {name: iter(values.tolist()) for name, values in columns.items()}
     lines = []
     for t in trajectories:
-        steps, seen = [], seen_pictures(t) if t.pictures else []
-        for number, step in enumerate(t.steps):
+        steps = []
+        for step in t.steps:
             told = {"observation": step.observation, "action": step.action, "valid": step.valid}
             told |= {"reward": step.game_reward, "progress": step.progress}
             told |= {"tokens": len(step.engine_logprobs), "logprob": sum(step.engine_logprobs)}
-            if seen:
-                told["picture"] = (pictures or {}).get(seen[number])
+            if t.pictures:
+                told["picture"] = (pictures or {}).get(getattr(step.observation, "picture", None))
             steps.append(told | {name: next(values) for name, values in numbers.items()})
         episode = {"version": EPISODE_VERSION, "iteration": row["iteration"], "task": t.task}
         episode |= {"outcome": t.outcome, "success": t.success, "score": t.score}
