@@ -132,6 +132,7 @@ const groupOf = ({ run, kind, iteration, task }) => {
   const set = setOf(run, kind, iteration);
   return (set && groupsOf(run, set).get(task)) || [];
 };
+const who = (run) => (runs.length > 1 ? `${runs[run].name}, ` : ""); // before what is said of a run
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
 const outcomes = (group) => group.map((e) => e.outcome).filter((x) => x !== null);
 const meanOutcome = (group) => (outcomes(group).length ? mean(outcomes(group)) : 0);
@@ -337,8 +338,7 @@ function curve(name) {
   for (const i of iterations) {
     const told = series.flatMap(({ n, kind, points }) => {
       const point = points.find(([px]) => px === i);
-      const who = runs.length > 1 ? `${runs[n].name}, ` : "";
-      return point ? [`${who}${keys.eval ? KINDS[kind] : name}: ${written_number(point[1], false)}`] : [];
+      return point ? [`${who(n)}${keys.eval ? KINDS[kind] : name}: ${written_number(point[1], false)}`] : [];
     });
     const [from, to] = [Math.max(left, x(i) - half), Math.min(width - right, x(i) + half)];
     svg.append(el("rect", { class: "hit", x: from, y: top, width: to - from,
@@ -353,13 +353,13 @@ const titleOf = (name) => name.replace("prm/", "PRM: ").replace("policy/", "poli
 
 /** The legend of all curves. */
 function curveKeys() {
-  return runs.flatMap((run, n) => Object.entries(KINDS).map(([kind, words]) => {
+  return runs.flatMap((_, n) => Object.entries(KINDS).map(([kind, words]) => {
     const mark = n ? el("rect", { class: "eval run1", x: 11.4, y: 2.4, width: 5.2, height: 5.2 })
       : el("circle", { class: "eval run0", cx: 14, cy: 5, r: 2.8 });
     return el("span", { class: "key" },
       el("svg", { viewBox: "0 0 28 10", "aria-hidden": true },
         el("path", { class: `${kind} run${n}`, d: "M1 5H27" }), kind === "eval" ? mark : null),
-      characters(runs.length > 1 ? `${run.name}, ${words}` : words));
+      characters(who(n) + words));
   }));
 }
 
@@ -514,20 +514,19 @@ function groupRow(row) {
 
 function member(episode, at) {
   const link = { ...at, episode: episode.number, step: null };
-  const told = [`episode ${episode.number + 1}: outcome ${short(episode.outcome)}`,
-    `${episode.steps} step${episode.steps === 1 ? "" : "s"}`];
-  if (episode.success) told.push("success");
-  if (episode.invalid) told.push(`${episode.invalid} invalid`);
-  if (episode.truncated) told.push("truncated");
+  const told = [`episode ${episode.number + 1}: outcome ${short(episode.outcome)}`, stepsIn(episode),
+    episode.success && "success", ...flaws(episode)].filter(Boolean).join(", ");
   const share = Math.min(1, Math.max(0, episode.outcome || 0));
   const grey = Math.round(255 - 195 * share);
   const kind = `member${episode.invalid ? " invalid" : ""}${episode.truncated ? " truncated" : ""}`;
   const words = short(episode.outcome, 2).replace(/^0\./, ".");
-  return el("a", { class: kind, href: hashOf(link), onclick: opens(link), title: told.join(", "),
-    "aria-label": told.join(", "), "data-key": keyOf(link), ink: inkOn([grey, grey, grey]),
+  return el("a", { class: kind, href: hashOf(link), onclick: opens(link), title: told,
+    "aria-label": told, "data-key": keyOf(link), ink: inkOn([grey, grey, grey]),
     background: rgb([grey - 12 * share, grey, grey + 6 * share].map(Math.round)) }, words);
 }
 
+const stepsIn = ({ steps }) => `${steps} step${steps === 1 ? "" : "s"}`;
+const flaws = (episode) => [episode.invalid && `${episode.invalid} invalid`, episode.truncated && "truncated"].filter(Boolean);
 const keyOf = ({ run, kind, iteration, task, episode }) => [run, kind, iteration, task, episode].join(" ");
 const opens = (link) => (event) => {
   event.preventDefault();
@@ -535,16 +534,15 @@ const opens = (link) => (event) => {
 };
 
 function markCurrent() {
-  for (const old of document.querySelectorAll("#groups [aria-current]")) old.removeAttribute("aria-current");
-  for (const old of document.querySelectorAll(".group.current")) old.classList.remove("current");
-  if (!state.open) return;
-  const { run, kind, iteration, task } = state.open;
-  for (const link of document.querySelectorAll(".member")) {
-    if (link.dataset.key === keyOf(state.open)) link.setAttribute("aria-current", "true");
+  const { run, kind, iteration, task } = state.open || {};
+  const key = `${runs.length > 1 ? 0 : run} ${kind} ${iteration} ${task}`;
+  for (const row of document.querySelectorAll(".group")) {
+    row.classList.toggle("current", row.dataset.key === key);
+    for (const link of row.querySelectorAll(".member")) {
+      if (state.open && link.dataset.key === keyOf(state.open)) link.setAttribute("aria-current", "true");
+      else link.removeAttribute("aria-current");
+    }
   }
-  const row = [...document.querySelectorAll(".group")].find((item) =>
-    item.dataset.key === `${runs.length > 1 ? 0 : run} ${kind} ${iteration} ${task}`);
-  if (row) row.classList.add("current");
 }
 
 function drawMarks() {
@@ -668,8 +666,7 @@ function drawBeside() {
       const group = groupsOf(n, set).get(task);
       const same = n === run && set.kind === kind && set.iteration === iteration;
       if (!group || (same && group.length < 2)) continue;
-      const who = runs.length > 1 ? `${other.name}, ` : "";
-      const what = same ? "another episode of this group" : `${who}${KINDS[set.kind]}, iteration ${set.iteration}`;
+      const what = same ? "another episode of this group" : `${who(n)}${KINDS[set.kind]}, iteration ${set.iteration}`;
       const episode = same ? (state.open.episode + 1) % group.length : 0;
       options.push({ value: [n, set.kind, set.iteration, episode].join("."),
         words: `${what}: ${meanOutcome(group).toFixed(2)}` });
@@ -692,10 +689,7 @@ function drawBeside() {
 function pane({ at, group, episode, steps }, n) {
   const run = runs[at.run];
   const facts = [`outcome ${short(episode.outcome)}`, episode.success ? "success" : "no success",
-    `${steps.length} step${steps.length === 1 ? "" : "s"}`];
-  if (episode.invalid) facts.push(`${episode.invalid} invalid`);
-  if (episode.truncated) facts.push("truncated");
-  const who = runs.length > 1 ? `${run.name}, ` : "";
+    stepsIn(episode), ...flaws(episode)];
   const turn = (by) => {
     const next = { ...at, episode: (at.episode + by + group.length) % group.length };
     if (n) go(state.open, { run: at.run, kind: at.kind, iteration: at.iteration, episode: next.episode });
@@ -703,9 +697,9 @@ function pane({ at, group, episode, steps }, n) {
   };
   const title = `Task ${at.task}, ${KINDS[at.kind]}, iteration ${at.iteration}`;
   const credited = run.scales[state.by] && steps.some((s) => typeof s[state.by] === "number");
-  return el("article", { class: "pane", "aria-label": `${who}${title}, episode ${at.episode + 1}` },
+  return el("article", { class: "pane", "aria-label": `${who(at.run)}${title}, episode ${at.episode + 1}` },
     el("header", {},
-      el("h3", {}, characters(who), title),
+      el("h3", {}, characters(who(at.run)), title),
       el("p", { class: "facts" }, `Episode ${at.episode + 1} of ${group.length}`, " \u00b7 ", facts.join(" \u00b7 ")),
       group.length > 1 ? el("div", { class: "walk" },
         el("button", { type: "button", onclick: () => turn(-1) }, "\u2190 previous"),
