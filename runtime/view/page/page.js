@@ -113,8 +113,8 @@ const state = {
   against: null, // {run, kind, iteration, episode}
 };
 
-/** The episodes of a set, by task, each {run, kind, iteration, place, ...}. */
-function groupsOf(run, set) {
+/** The episodes of a set, by task. */
+function groupsOf(set) {
   if (!set.groups) {
     set.groups = new Map();
     set.episodes.forEach(([task, outcome, success, truncated, invalid, steps], place) => {
@@ -130,7 +130,7 @@ const setOf = (run, kind, iteration) =>
   runs[run].sets.find((set) => set.kind === kind && set.iteration === iteration);
 const groupOf = ({ run, kind, iteration, task }) => {
   const set = setOf(run, kind, iteration);
-  return (set && groupsOf(run, set).get(task)) || [];
+  return (set && groupsOf(set).get(task)) || [];
 };
 const who = (run) => (runs.length > 1 ? `${runs[run].name}, ` : ""); // before what is said of a run
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
@@ -161,17 +161,16 @@ async function readSteps({ run, kind, iteration }, episode) {
 
 // ------------ links ------------
 
-function hashOf(open, against = null, by = state.by) {
+const besideOf = ({ run, kind, iteration, episode }) => [run, kind, iteration, episode].join(".");
+
+function hashOf(open, against = null) {
   const words = new URLSearchParams();
   if (runs.length > 1) words.set("run", open.run);
   words.set("set", open.kind);
   for (const name of ["iteration", "task", "episode"]) words.set(name, open[name]);
   if (open.step !== null && open.step !== undefined) words.set("step", open.step);
-  if (by) words.set("by", by);
-  if (against) {
-    const { run, kind, iteration, episode } = against;
-    words.set("beside", [run, kind, iteration, episode].join("."));
-  }
+  if (state.by) words.set("by", state.by);
+  if (against) words.set("beside", besideOf(against));
   return "#" + words;
 }
 
@@ -321,11 +320,7 @@ function curve(name) {
     if (!points.length) continue;
     const d = points.map(([px, py], i) => `${i ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}`);
     svg.append(el("path", { class: `${kind} run${n}`, d: d.join("") }));
-    if (kind === "eval") {
-      svg.append(...points.map(([px, py]) => (n
-        ? el("rect", { class: "eval run1", x: x(px) - 2.6, y: y(py) - 2.6, width: 5.2, height: 5.2 })
-        : el("circle", { class: "eval run0", cx: x(px), cy: y(py), r: 2.8 }))));
-    }
+    if (kind === "eval") svg.append(...points.map(([px, py]) => dot(n, x(px), y(py))));
     ends.push({ at: y(points.at(-1)[1]), value: points.at(-1)[1], n });
   }
   ends.sort((a, b) => a.at - b.at);
@@ -351,16 +346,17 @@ function curve(name) {
 const titleOf = (name) => name.replace("prm/", "PRM: ").replace("policy/", "policy: ")
   .replaceAll("_", " ").replace(/ kl$/, " KL");
 
+/** An evaluation: round of the first run, square of the second. */
+const dot = (n, x, y) => (n
+  ? el("rect", { class: "eval run1", x: x - 2.6, y: y - 2.6, width: 5.2, height: 5.2 })
+  : el("circle", { class: "eval run0", cx: x, cy: y, r: 2.8 }));
+
 /** The legend of all curves. */
 function curveKeys() {
-  return runs.flatMap((_, n) => Object.entries(KINDS).map(([kind, words]) => {
-    const mark = n ? el("rect", { class: "eval run1", x: 11.4, y: 2.4, width: 5.2, height: 5.2 })
-      : el("circle", { class: "eval run0", cx: 14, cy: 5, r: 2.8 });
-    return el("span", { class: "key" },
-      el("svg", { viewBox: "0 0 28 10", "aria-hidden": true },
-        el("path", { class: `${kind} run${n}`, d: "M1 5H27" }), kind === "eval" ? mark : null),
-      characters(who(n) + words));
-  }));
+  return runs.flatMap((_, n) => Object.entries(KINDS).map(([kind, words]) => el("span", { class: "key" },
+    el("svg", { viewBox: "0 0 28 10", "aria-hidden": true },
+      el("path", { class: `${kind} run${n}`, d: "M1 5H27" }), kind === "eval" ? dot(n, 14, 5) : null),
+    characters(who(n) + words))));
 }
 
 // ------------ groups ------------
@@ -437,7 +433,7 @@ function listed() {
     for (const set of run.sets) {
       if (set.kind !== state.kind) continue;
       if (state.iteration !== "all" && set.iteration !== state.iteration) continue;
-      for (const [number, group] of groupsOf(n, set)) {
+      for (const [number, group] of groupsOf(set)) {
         const key = `${set.iteration} ${number}`;
         if ((task && String(number) !== task) || seen.has(key)) continue;
         const at = { kind: set.kind, iteration: set.iteration, task: number };
@@ -663,12 +659,12 @@ function drawBeside() {
   const options = [];
   runs.forEach((other, n) => {
     for (const set of other.sets) {
-      const group = groupsOf(n, set).get(task);
+      const group = groupsOf(set).get(task);
       const same = n === run && set.kind === kind && set.iteration === iteration;
       if (!group || (same && group.length < 2)) continue;
       const what = same ? "another episode of this group" : `${who(n)}${KINDS[set.kind]}, iteration ${set.iteration}`;
       const episode = same ? (state.open.episode + 1) % group.length : 0;
-      options.push({ value: [n, set.kind, set.iteration, episode].join("."),
+      options.push({ value: besideOf({ ...set, run: n, episode }),
         words: `${what}: ${meanOutcome(group).toFixed(2)}` });
     }
   });
@@ -692,7 +688,7 @@ function pane({ at, group, episode, steps }, n) {
     stepsIn(episode), ...flaws(episode)];
   const turn = (by) => {
     const next = { ...at, episode: (at.episode + by + group.length) % group.length };
-    if (n) go(state.open, { run: at.run, kind: at.kind, iteration: at.iteration, episode: next.episode });
+    if (n) go(state.open, next);
     else go({ ...next, step: null });
   };
   const title = `Task ${at.task}, ${KINDS[at.kind]}, iteration ${at.iteration}`;
@@ -802,10 +798,12 @@ function tagged(text) {
 const asRead = (text) => el("details", { class: "raw" }, el("summary", {}, "As the agent read it"),
   written(el("pre", { dir: "ltr" }), text));
 
+/** What was seen, and below it the answer with its numbers. */
+const below = (step, numbers, ...seen) => el("div", { class: "scene" },
+  el("div", { class: "world", dir: "ltr" }, seen), said(step), numbers);
+
 function plain(step, numbers) {
-  return el("div", { class: "scene" },
-    el("div", { class: "world", dir: "ltr" }, picture(step), written(el("pre", {}), step.observation)),
-    said(step), numbers);
+  return below(step, numbers, picture(step), written(el("pre", {}), step.observation));
 }
 
 function picture(step) {
@@ -899,21 +897,18 @@ function webshop(step, numbers, i) {
     after = item ? "item" : button ? "button" : "text";
     if (/^(?:\$|Price)/.test(part)) row = null;
   }
-  return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" }, shop, asRead(step.observation)), said(step), numbers);
+  return below(step, numbers, shop, asRead(step.observation));
 }
 
 /** A turn of a conversation: what the other one said, and the answer. */
 function talk(step, numbers, i) {
-  if (i === 0) {
-    return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" },
-      written(el("div", { class: "prose" }), step.observation)), said(step), numbers);
-  }
+  if (i === 0) return below(step, numbers, written(el("div", { class: "prose" }), step.observation));
   const turns = step.observation.split("\n").map((line) => {
     const found = /^([^:]{1,40}): (.*)$/s.exec(line);
     if (!found || /^Invalid/.test(line)) return el("p", { class: "soft" }, characters(line));
     return el("div", { class: "other" }, el("b", {}, characters(found[1])), written(el("span", {}), found[2]));
   });
-  return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" }, turns), said(step), numbers);
+  return below(step, numbers, turns);
 }
 
 /** A room as far as the agent has seen it: where it is, what it holds, what was where. */
@@ -955,9 +950,8 @@ function household(step, numbers, i, steps) {
       `${name === here ? "is at " : ""}${name}${door && ` (${door})`}`,
       all ? (things.length ? things : "empty") : [...things, "not looked into"], name === here ? "item" : "")),
     rest.length ? el("p", { class: "soft" }, `not seen: ${rest.join(", ")}`) : null);
-  return el("div", { class: "scene" }, el("div", { class: "world", dir: "ltr" },
-    written(el("pre", {}), i ? step.observation.replace(/\nYou can: .*/s, "") : ""), shop, asRead(step.observation)),
-  said(step), numbers);
+  const told = i ? step.observation.replace(/\nYou can: .*/s, "") : "";
+  return below(step, numbers, written(el("pre", {}), told), shop, asRead(step.observation));
 }
 
 // ------------ keys ------------
