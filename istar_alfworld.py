@@ -286,10 +286,10 @@ def skill(accuracies: list[float], window: int = 5) -> float:
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
-def credit_statistics(episode_adv, step_adv, progress) -> dict:
+def credit_statistics(episode_adv, step_adv, progress, weighted) -> dict:
     """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
     of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
-    share = step_adv.abs().mean() / episode_adv.abs().mean()
+    share = weighted.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
@@ -374,8 +374,8 @@ def main():
 
         weighted = args.alpha * skill(accuracies) * step_adv  # [S]
         advantages = episode_adv + weighted - args.invalid_penalty * batch.invalid  # [S]
-        seen = episode_adv[credited], weighted[credited], batch.progress[credited]
-        run.log("prm", {"skill": skill(accuracies)} | credit_statistics(*seen))
+        seen = episode_adv[credited], step_adv[credited], batch.progress[credited]
+        run.log("prm", {"skill": skill(accuracies)} | credit_statistics(*seen, weighted[credited]))
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving

@@ -258,10 +258,10 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
     return told | {"pair_accuracy": accuracy}
 
 
-def credit_statistics(episode_adv, step_adv, progress) -> dict:
+def credit_statistics(episode_adv, step_adv, progress, weighted) -> dict:
     """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
     of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
-    share = step_adv.abs().mean() / episode_adv.abs().mean()
+    share = weighted.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
@@ -326,7 +326,7 @@ def main():
         step_adv = step_advantages(rewards, batch.group[batch.step_traj])  # [S]
         weighted = args.alpha * step_adv  # [S]
         advantages = episode_adv + weighted - args.invalid_penalty * batch.invalid  # [S]
-        run.log("prm", credit_statistics(episode_adv, weighted, batch.progress))
+        run.log("prm", credit_statistics(episode_adv, step_adv, batch.progress, weighted))
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving

@@ -290,10 +290,10 @@ def skill(accuracies: list[float], window: int = 5) -> float:
     return max(0.0, sum(2 * accuracy - 1 for accuracy in accuracies[-window:]) / window)
 
 
-def credit_statistics(episode_adv, step_adv, progress) -> dict:
+def credit_statistics(episode_adv, step_adv, progress, weighted) -> dict:
     """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
     of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
-    share = step_adv.abs().mean() / episode_adv.abs().mean()
+    share = weighted.abs().mean() / episode_adv.abs().mean()
     centred = step_adv - step_adv.mean(), progress - progress.mean()
     correlation = torch.cosine_similarity(*centred, dim=0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
@@ -423,8 +423,8 @@ def main():
             merged = batch.outcomes[batch.step_traj] + args.alpha * rewards  # [S]
             advantages = rloo_advantages(merged, compared) - args.invalid_penalty * invalid
         progress = batch.progress[batch.token_step] if per_token else batch.progress  # [U]
-        seen = episode_adv[credited], weighted[credited], progress[credited]
-        run.log("prm", {"skill": trust} | credit_statistics(*seen))
+        seen = episode_adv[credited], step_adv[credited], progress[credited]
+        run.log("prm", {"skill": trust} | credit_statistics(*seen, weighted[credited]))
 
         # ------------ 5. Policy: clipped surrogate; then the engine gets the new weights --------
         decay = 1 + (iteration - 1) / args.lr_halving

@@ -451,18 +451,26 @@ def test_main_adds_alpha_times_the_step_advantages(module, estimator, alpha):
     close(ours, of_episodes + weighted - 0.1 * invalid, 1e-4)
     if not published:
         assert run.row.pop("prm/skill") == pytest.approx(0.5)
-    seen = of_episodes[credited], weighted[credited], batch.progress.numpy()[credited]
-    assert run.row == pytest.approx(numpy_credit(*seen), abs=1e-4)
+    seen = of_episodes[credited], of_steps[credited], batch.progress.numpy()[credited]
+    assert run.row == pytest.approx(numpy_credit(*seen, weighted[credited]), abs=1e-4)
 
 
-def numpy_credit(episode_adv, step_adv, progress) -> dict:
-    """mean |A^S| / mean |A^E|, and Pearson's correlation of A^S with progress; 0 where A^S does not
-    vary."""
-    share = np.abs(step_adv).mean() / np.abs(episode_adv).mean()
+def numpy_credit(episode_adv, step_adv, progress, weighted) -> dict:
+    """mean |weighted A^S| / mean |A^E|, and Pearson's correlation of A^S with progress; 0 where A^S
+    does not vary."""
+    share = np.abs(weighted).mean() / np.abs(episode_adv).mean()
     varies = step_adv.std() > 0 and progress.std() > 0
     correlation = np.corrcoef(step_adv, progress)[0, 1] if varies else 0.0
     told = {"credit_share": share, "advantage_progress_correlation": correlation}
     return {f"prm/{name}": value for name, value in told.items()}
+
+
+@pytest.mark.parametrize("module", ISTAR, indirect=True)
+def test_credit_without_weight_still_has_its_correlation_with_progress(module):
+    """Where the skill is 0, as at the start of a run."""
+    step_adv = torch.tensor([1.0, -1.0, 0.5])
+    told = module.credit_statistics(torch.ones(3), step_adv, 2 * step_adv, 0 * step_adv)
+    assert told == pytest.approx({"credit_share": 0, "advantage_progress_correlation": 1})
 
 
 @pytest.mark.parametrize("module", [s for s in ISTAR if "paper" not in s], indirect=True)

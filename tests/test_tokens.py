@@ -265,7 +265,7 @@ def test_a_world_says_what_it_knows_and_no_more(module, lossy, history):
     row = describe(trajectories, "train", world)
     assert row["train/return"] == 0.0 and row["train/success"] == row["train/score"] == 1.0
     values = torch.arange(float(len(steps)))
-    stats = load("istar_webshop").credit_statistics(values, values / 2, batch.progress)
+    stats = load("istar_webshop").credit_statistics(values, values, batch.progress, values / 2)
     assert stats == {"credit_share": 0.5, "advantage_progress_correlation": 0.0}
     assert len(episode_lines({"iteration": 1}, trajectories, {"advantage": values})) == 4
 
