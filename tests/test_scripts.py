@@ -421,9 +421,10 @@ def test_adapters_share_their_base(play, script, rank, prm_rank):
     count = sum(p.numel() for p in base.parameters())
     prm = PeftModel.from_pretrained(base, run / "prm")
     adapter = sum(p.numel() for name, p in prm.named_parameters() if "lora_" in name)
-    averaged = 1 + (run / "prm_average").exists()
-    all_of_it = count + averaged * adapter + adapter // prm_rank * rank
-    assert f"{all_of_it / 1e6:.2f} M parameters" in done.stdout
+    size = count + adapter // prm_rank * rank  # of the policy, with its adapter
+    assert f"{size / 1e6:.2f} M parameters" in done.stdout
+    config = json.loads((run / "prm/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None  # --model is not the policy that it belongs on
     state = load_file(run / "checkpoints/000002/trained.safetensors")
     of_policy, of_prm = (
         sum(

@@ -158,6 +158,9 @@ def write_adapter(path: Path, model, name: str, every_rank: bool = False) -> Non
         path.mkdir(parents=True, exist_ok=True)
         save_file(weights, path / "adapter_model.safetensors")
         model.peft_config[name].save_pretrained(path)
+        if name != "policy":  # it belongs on the policy of its time, not on --model
+            config = path / "adapter_config.json"
+            files.write_json(config, files.read_json(config) | {"base_model_name_or_path": None})
 
 
 def write_dense(path: Path, network: Network, tokenizer, args) -> None:
