@@ -874,6 +874,8 @@ def test_a_run_with_a_flag_that_there_is_no_more_is_refused(copy, tmp_path):
     assert "--step-reward implicit" in said
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
 
+    said = stopped(ISTAR, "", *RESUME, "--eval-only", "--override", "eval-only", cwd=tmp_path)
+    assert said.endswith("goes on trains; evaluate --model runs/straight/policy")
     auto = ["--resume", "auto", "--eval-only"]
     done = begin(ISTAR, "", *auto, cwd=tmp_path)
     assert "nothing to go on with, a new run" in done.stdout

@@ -67,6 +67,8 @@ def open_run(run, hashes: dict[str, str]) -> None:
     is_there = os.path.isfile(path / "args.json")
     if run_args.override and not resume and not auto:
         refuse("override", " ".join(run_args.override), "it is for a run that --resume takes up")
+    if resume and run_args.eval_only and not auto:
+        refuse("eval_only", True, f"a run that goes on trains; evaluate --model {resume}/policy")
     if resume and not is_there:
         sys.exit(f"--resume {resume}: no run there (it has no args.json)")
     if is_there and not resume:
