@@ -261,9 +261,9 @@ def prm_update(prm: Network, batch, log_phi, log_old, pairs: list, args) -> dict
 def credit_statistics(episode_adv, step_adv, progress, weighted) -> dict:
     """Logged statistics, from [s] each: mean |weighted A^S| / mean |A^E|, and Pearson's correlation
     of A^S with the world's progress, which no algorithm uses (0 if either is constant)."""
-    share = weighted.abs().mean() / episode_adv.abs().mean()
+    share = weighted.norm(1) / episode_adv.norm(1)
     centred = step_adv - step_adv.mean(), progress - progress.mean()
-    correlation = torch.cosine_similarity(*centred, dim=0)
+    correlation = torch.cosine_similarity(*centred, 0)
     return {"credit_share": share.item(), "advantage_progress_correlation": correlation.item()}
     # === end block ===
 

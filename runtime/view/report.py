@@ -25,8 +25,7 @@ CREDIT = {  # what curve.png says of a PRM
 
 def announce(run) -> None:
     args = run.args
-    weights = run.policy_model.named_parameters()
-    size = sum(p.numel() for name, p in weights if ".prm" not in name) / 1e6  # the policy's
+    size = sum(p.numel() for n, p in run.policy_model.named_parameters() if ".prm" not in n) / 1e6
     where = f"{args.run_args.dtype} on {run.policy_model.device}"
     model = f"{size:.2f} M parameters, engine {run.engine_kind}, {where}"
     say(f"{run.script} on {run.env.name}: {model}, all goes to {run.path}")
