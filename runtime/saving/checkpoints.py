@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,10 +158,10 @@ def write_adapter(path: Path, model, name: str, every_rank: bool = False) -> Non
     if every_rank or processes.rank() == 0:
         path.mkdir(parents=True, exist_ok=True)
         save_file(weights, path / "adapter_model.safetensors")
-        model.peft_config[name].save_pretrained(path)
+        config = copy(model.peft_config[name])
         if name != "policy":  # it belongs on the policy of its time, not on --model
-            config = path / "adapter_config.json"
-            files.write_json(config, files.read_json(config) | {"base_model_name_or_path": None})
+            config.base_model_name_or_path = None
+        config.save_pretrained(path)
 
 
 def write_dense(path: Path, network: Network, tokenizer, args) -> None:
