@@ -10,7 +10,6 @@ from typing import Any
 
 from runtime.flags import check_words, flags_of, kinds_of, refuse
 from runtime.models import ModelError, check_directory
-from runtime.view.terminal import warn
 from runtime.worlds import OURS, asked, began, check_world, needed, opened, require
 
 ADDRESS = re.compile(r"https?://([\w.-]{1,253}|\[[\da-f:.]+\])(:[1-9]\d{0,4})?/*", re.ASCII | re.I)
@@ -86,8 +85,6 @@ def check_model(args, env, panel: list[int]) -> tuple[str, Any]:
         refuse("model", args.model, reason)
     if os.path.isdir(path) and not any(Path(path).glob("*.safetensors")):
         refuse("model", args.model, "no .safetensors file there, and pickles (.bin) are not read")
-    if trust:
-        warn(f"--trust-remote-code runs whatever program comes with {args.model}")
     if asked(env, "shows_pictures", False):  # refused where it does not see one as it is
         from runtime.vision.pictures import PictureProcessor
 

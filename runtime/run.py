@@ -46,8 +46,7 @@ class Run:
         self.script, samples = Path(sys.argv[0]).stem, args.run_args.eval_samples
         self.eval_tasks = [task for task in panel for _ in range(samples)]
         self.rows, self.row, self.networks, self.lists = [], {}, [], {}
-        self.path, self.board, self.lock, self.began = None, None, None, []
-        self.starts = []  # of run.json, this one included
+        self.path, self.board, self.lock, self.began, self.starts = None, None, None, [], []
         self.panel, self.faults = [], 0  # the evaluation's episodes are kept until they are saved
         self.told, self.failed = set(), Counter()  # why it cannot learn; {task: faults}, this start
         self.leads, self.ahead, self.landed = False, None, []  # of --async-rollout

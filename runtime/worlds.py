@@ -17,7 +17,7 @@ from pathlib import Path
 
 from runtime.data import Seen
 from runtime.flags import LARGE, refuse
-from runtime.view.terminal import first_line, plain
+from runtime.view.terminal import first_line, plain, raised_at
 
 import torch
 
@@ -109,6 +109,7 @@ class Door:
                     if stopped and asyncio.current_task().cancelling():
                         raise error  # not the world's: the rollout is stopped
                 fault = WorldFault(f"task {self.task}: the world raised {first_line(error)}")
+                fault.place = raised_at(error)
                 fault.counted = number_of(asked(error, "counted", 0)) == 1  # in the summary
                 raise fault from error
 
@@ -303,7 +304,7 @@ def opened(env, task) -> Episode:
     try:
         return Door(env, task := task_of(env, task)).reset(task)
     except WorldFault as fault:
-        sys.exit(plain(f"{env.name}: {fault}"))
+        sys.exit(plain(f"{env.name}: {fault}{fault.place}"))
 
 
 def asked(env, name: str, default, *given):

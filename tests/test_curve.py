@@ -2,15 +2,20 @@
 
 from runtime.view.report import CREDIT, draw_curve
 
-import matplotlib.pyplot as plt
 import pytest
+from matplotlib.figure import Figure
 
 
 def drawn(rows, run, monkeypatch) -> dict[str, dict]:
     """{label of the y axis: {label of a line: its points}} of the left column, against
     iterations."""
-    figures = []
-    monkeypatch.setattr(plt, "close", figures.append)
+    figures, save = [], Figure.savefig
+
+    def saved(figure, path):
+        figures.append(figure)
+        save(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
     draw_curve(rows, run)
     assert (run / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     (figure,) = figures

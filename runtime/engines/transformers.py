@@ -181,8 +181,7 @@ class TransformersEngine(Engine):
             output = causal.base_model(**inputs, past_key_values=self.cache, use_cache=True)
             logits = causal.get_output_embeddings()(output.last_hidden_state[:, -1]).float()
         logits.div_(sampling.temperature or 1.0)
-        for token in never_sampled(causal.config):
-            logits[:, token] = -torch.inf
+        logits[:, never_sampled(causal.config)] = -torch.inf
         if sampling.temperature and sampling.top_k:
             logits = TopKLogitsWarper(sampling.top_k)(ids, logits)
         if sampling.temperature and sampling.top_p < 1:

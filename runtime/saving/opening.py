@@ -211,8 +211,8 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
     cpu = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    cores, cpu = len(os.sched_getaffinity(0)), cpu[1] if cpu else platform.machine()
-    hardware = {"cpu": cpu, "cores": cores, "gpu": gpus}
+    hardware = {"cpu": cpu[1] if cpu else platform.machine(), "gpu": gpus}
+    hardware |= {"cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1)}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "world": env.name,
@@ -221,7 +221,7 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
         "versions": {"python": platform.python_version()} | {p.name: p.version for p in packages},
         "commit": git("rev-parse", "HEAD"),
         "uncommitted": git("status", "--porcelain"),
-        "hardware": hardware | {"memory_gib": round(memory, 1)},
+        "hardware": hardware,
         "hashes": hashes,
     }
 

@@ -123,10 +123,7 @@ def has(row: dict, *keys: str) -> bool:
 
 def draw_curve(rows: list[dict], run: Path) -> None:
     """Draw curve.png, against iterations and minutes: success, return (or goal), a PRM's credit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     lower = "goal" if any("eval/goal" in row for row in rows) else "return"
     panels = {  # {label of the axis: {key: label}}
@@ -135,7 +132,8 @@ def draw_curve(rows: list[dict], run: Path) -> None:
     if credit := {key: of for key, of in CREDIT.items() if any(has(row, key) for row in rows)}:
         panels["credit"] = credit
     count = len(panels)
-    figure, axes = plt.subplots(count, 2, figsize=(10, 3 * count), sharex="col", sharey="row")
+    figure = Figure(figsize=(10, 3 * count))
+    axes = figure.subplots(count, 2, sharex="col", sharey="row")
     scales = [("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes of training")]
     for pair, (name, lines) in zip(axes, panels.items()):
         for axis, (x, scale, label) in zip(pair, scales):
@@ -147,7 +145,6 @@ def draw_curve(rows: list[dict], run: Path) -> None:
         pair[0].legend(fontsize="small")
     figure.suptitle(run.name, parse_math=False)
     figure.savefig(run / "curve.png")
-    plt.close(figure)
 
 
 def summary(run) -> None:
@@ -161,8 +158,8 @@ def summary(run) -> None:
     ends = evaluated[:1] + evaluated[1:][-1:]
     for row in ends:
         seconds, success, error, score = (row[key] for key in keys)
-        mean = f"{success:.3f} ({error:.3f})"
-        say(f"{row['iteration']:10} {seconds / 60:9.1f}   {mean:24}   {score:.3f}")
+        mean = f"{success:.3f} ({error:.3f})".ljust(24)
+        say(f"{row['iteration']:10} {seconds / 60:9.1f}   {mean}   {score:.3f}")
     for key in getattr(env, "measures", ()):
         if all(has(row, f"eval/{key}") for row in ends):
             values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)

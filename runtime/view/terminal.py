@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import traceback
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -53,3 +54,11 @@ def first_line(error: BaseException) -> str:
     told = str(traceback.TracebackException(type(error), error, None))  # also if its own str fails
     said = plain(told.strip().partition("\n")[0][:300])
     return f"{type(error).__name__}: {said}".removesuffix(": ")
+
+
+def raised_at(error: BaseException) -> str:
+    """ " (file, line N)" of a world's code that raised, the deepest; "" where there is none."""
+    at = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    not_a_world = sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "<"
+    own = [f" ({file}, line {line})" for file, line in at if not file.startswith(not_a_world)]
+    return ["", *own][-1]

@@ -5,14 +5,13 @@ import gzip
 import hashlib
 import html
 import json
-import math
 import re
 import sys
 from base64 import b64encode
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from runtime.saving.files import read_json, replace_file, rows_of, to_json
+from runtime.saving.files import finite, read_json, replace_file, rows_of, to_json
 
 import numpy as np
 
@@ -138,6 +137,5 @@ def set_of(kind: str, iteration: int, rows: list[dict]) -> dict:
 
 def number(value):
     """A number as the page needs it: six digits after the point, None where it is not finite."""
-    if not isinstance(value, float):
-        return value
-    return round(value, 6) if math.isfinite(value) else None
+    value = finite(value)
+    return round(value, 6) if isinstance(value, float) else value
