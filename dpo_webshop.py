@@ -144,7 +144,7 @@ def dpo_update(policy: Network, batch, old_logprobs, pairs: list, args) -> dict:
     The loss depends on the policy only through the tokens' log ratios. Its derivatives with
     respect to them weight the log-probabilities, which are back-propagated by micro-batch."""
     losses, found, ratios, grad_norms = [], [], [], []
-    for share in torch.randperm(int(batch.group.max()) + 1).chunk(args.minibatches):
+    for share in torch.randperm(int(batch.group.max()) + 1).tensor_split(args.minibatches):
         ours = [pair for pair in pairs if batch.group[pair[0]] in share]
         if not ours:
             continue

@@ -160,7 +160,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
     values differ by rounding, the first has ratios of 1. old_logprobs [K], advantages [S]."""
     seen = []  # statistics of each micro-batch
     grad_norms = []
-    for share in torch.randperm(len(batch.outcomes)).chunk(args.minibatches):
+    for share in torch.randperm(len(batch.outcomes)).tensor_split(args.minibatches):
         ours = torch.isin(batch.step_traj, share)  # [S]
         num_ratios = int(ours.sum())
         if args.ratio == "token":

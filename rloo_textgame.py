@@ -118,7 +118,7 @@ def policy_update(policy: Network, batch, old_logprobs, advantages, args) -> dic
     seen = []  # statistics of each micro-batch
     grad_norms = []
     weighted = advantages[batch.token_step] * engine_weights(batch, old_logprobs, args)  # [K]
-    for share in torch.randperm(len(batch.outcomes)).chunk(args.minibatches):
+    for share in torch.randperm(len(batch.outcomes)).tensor_split(args.minibatches):
         ours = torch.isin(batch.step_traj, share)  # [S]
         num_tokens = int(ours[batch.token_step].sum())
         for micro in micro_batches(batch, args, only=ours & (advantages != 0)):
