@@ -32,6 +32,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):  # before anything imports torch
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 
+os.fsync = lambda file: None  # no test cuts the power; a tiny run has 27 of them, 5 ms each
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny-sokoban"
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]

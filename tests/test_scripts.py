@@ -46,7 +46,7 @@ time/sync time/total tokens/rollout tokens/trained iteration""".split()
 PRM = """prm/pair_accuracy prm/pairs prm/credit_share prm/advantage_progress_correlation
 time/prm""".split()
 CREDIT = ["implicit_reward", "step_advantage", "episode_advantage"]
-SMALL = """--tasks-per-iteration 3 --group-size 4 --eval-tasks 4 --eval-samples 1 --eval-every 2
+SMALL = """--tasks-per-iteration 3 --group-size 4 --eval-tasks 2 --eval-samples 1 --eval-every 2
 --seed 9"""  # with it groups are mixed in every world from the first iteration on
 TASKS, GROUP = 3, 4
 STEPS = {"sokoban": 4, "visual_sokoban": 4, "webshop": 5, "sotopia": 4, "alfworld": 20}
