@@ -121,6 +121,9 @@ DERIVED = {
         *SLOW_GAIN,
         over_the_first("credit-smollm2-slow")[-1],
     ],
+    "it is 0.016 ± 0.067 above (45baa17)": above(
+        "credit-smollm2-average", f"{SLOW} --prm-average 0", SLOW_RLOO, 12
+    ),
     "0.005 ± 0.090": above("credit-smollm2-average", f"{SLOW} --prm-average 0.8", SLOW_RLOO, 12),
     "at 2.2 times RLOO's seconds (with other processes running)": [
         PAGE["ablations --step-reward head --prm-learning-rate 1e-3"] / PAGE["rloo"]
