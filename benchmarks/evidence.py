@@ -131,6 +131,19 @@ def tuning(world: str, rate: float, algorithms: str, iterations: int = 15) -> St
     return Study([f"{command} --eval-set validation" for command in commands], (1,))
 
 
+def published(world: str, flags: str, rate: str, twice: str) -> str:
+    """iStar as published at another rate; its PRM has twice the policy's, as there."""
+    rates = f"--learning-rate {rate} --prm-learning-rate {twice}"
+    return f"istar_paper_{world}.py{flags} {rates}"
+
+
+def paper_rates(world: str, flags: str) -> Study:
+    """Its rate is chosen on the validation tasks: with the scripts' own, RLOO's, it collapses."""
+    tried = [("3e-5", "6e-5"), ("1e-4", "2e-4"), ("3e-4", "6e-4")]
+    commands = [published(world, flags, *rates) for rates in tried]
+    return Study([f"{command} --eval-set validation" for command in commands], (1,))
+
+
 TRIES = 6
 COEFFICIENTS = {
     "gigpo": over("step-weight", 0.3, 3) + over("step-gamma", 0.8),
@@ -168,6 +181,7 @@ PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 ON_CARD = f"{SMOLLM2}-2 --dtype bfloat16 --engine hf --max-steps 7 --tasks-per-iteration 8"
 ON_CARD += " --iterations 20 --eval-every 10 --save-every 20 --micro-batch-tokens 16384"
 ON_CARD += " --learning-rate 3e-5"
+VISUAL_15 = " --iterations 30 --eval-every 15"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
@@ -176,7 +190,12 @@ STUDIES = {
         every(PAGES_SOKOBAN, "sokoban", MIDDLE_20)
         + every("istar", "sokoban", f"{MIDDLE_20} --prm-average 0")
         + every("istar", "sokoban", MIDDLE_20 + NO_PRM)
+        + [published("sokoban", MIDDLE_20, "1e-3", "2e-3")]
     ),
+    "paper-rates-sokoban": paper_rates("sokoban", MIDDLE_20),
+    "paper-rates-webshop": paper_rates("webshop", SHORT_20),
+    "paper-rates-sotopia": paper_rates("sotopia", MIDDLE_20),
+    "paper-rates-visual-sokoban": paper_rates("visual_sokoban", VISUAL_15),
     "page-webshop": Study(
         every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
         (1, 2, 3),
@@ -184,9 +203,7 @@ STUDIES = {
     "page-sotopia": Study(
         every(PAGES_SOTOPIA, "sotopia", MIDDLE_20) + every("istar", "sotopia", MIDDLE_20 + NO_PRM)
     ),
-    "page-visual-sokoban": Study(
-        every(PAGES_VISUAL, "visual_sokoban", " --iterations 30 --eval-every 15"), (1, 2, 3)
-    ),
+    "page-visual-sokoban": Study(every(PAGES_VISUAL, "visual_sokoban", VISUAL_15), (1, 2, 3)),
     "sokoban": Study(every(ON_SOKOBAN, "sokoban", MIDDLE), level=0.5),
     "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
     "sotopia": Study(every(ON_SOTOPIA, "sotopia", MIDDLE), level=3.5),
