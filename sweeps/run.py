@@ -154,7 +154,7 @@ class Runner:
             os.sched_setaffinity(0, cores)
             ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
 
-        seen, first = 0, []  # first: the row of the run's first evaluation
+        seen = 0
         with self.log(job).open("w") as log:
             try:
                 process = subprocess.Popen(
@@ -174,12 +174,6 @@ class Runner:
                 process.terminate()
             while (status := process.poll()) is None:
                 time.sleep(POLL)
-                if not first and (first := rows_of(self.metrics(job))[:1]):
-                    if self.has_other_evaluations(first[0]):  # known before hours have gone
-                        process.terminate()
-                        process.wait()
-                        status = 0
-                        break
                 evaluations = self.evaluations(job) if falls_behind else []
                 if len(evaluations) > seen:
                     seen = len(evaluations)
@@ -190,12 +184,6 @@ class Runner:
                         break
             self.processes.discard(process)
         return status
-
-    def has_other_evaluations(self, row: dict) -> bool:
-        """Whether a row has what an evaluation found, and the metric, which is of one, is not in
-        it."""
-        name = self.sweep["metric"]["name"]
-        return name.startswith("eval/") and name not in row and any(k[:5] == "eval/" for k in row)
 
     def log(self, job: Job) -> Path:
         return self.out / "runs" / f"{job.name}.log"

@@ -396,13 +396,6 @@ def test_a_metric_that_the_runs_do_not_have_names_the_nearest(sweep):  # noqa: F
     assert "no eval/sucess in its metrics; perhaps eval/success" in told[1]
 
 
-def test_a_metric_that_the_first_evaluation_does_not_have_stops_the_run(sweep):  # noqa: F811
-    slow = {"alpha": {"value": 1}, "pause": {"value": 0.5}, "iterations": {"value": 1000}}
-    file = sweep(slow, metric={"name": "eval/sucess", "goal": "maximize"})
-    told = execute(file, check=False).stderr
-    assert "no eval/sucess in its metrics; perhaps eval/success" in told
-
-
 @pytest.mark.parametrize(
     "program, told",
     {
