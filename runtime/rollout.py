@@ -78,7 +78,7 @@ async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], l
                 t = await play(door, run.engine, run.chat, task, sampling, run.args)
         except WorldFault as fault:
             if not fault.counted:
-                warn(f"{fault}; this episode is left out{fault.place}")
+                warn(f"{fault}{fault.place}; this episode is left out")
                 faults.append((task, str(fault).partition(": ")[2]))
             return None
         t.anchor, seen = door.episode.anchor, door.episode.prompt

@@ -294,7 +294,7 @@ def packing(stage: Stage) -> dict:
     policy, most = Network("policy", stage.model), 0.0
     old = batch_logprobs(policy, batch, args)
     torch.manual_seed(0)
-    ours = torch.isin(batch.step_traj, torch.randperm(len(batch.outcomes)).chunk(2)[0])
+    ours = torch.isin(batch.step_traj, torch.randperm(len(batch.outcomes)).tensor_split(2)[0])
     for micro in micro_batches(batch, args, only=ours):
         new = sum_per_step(action_logprobs(policy, micro, args), micro)
         ratio = (new - sum_per_step(old[micro.tokens].to(new.device), micro)).exp()

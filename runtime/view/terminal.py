@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import traceback
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -57,8 +56,9 @@ def first_line(error: BaseException) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """ " (file, line N)" of a world's code that raised, the deepest; "" where there is none."""
-    at = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    not_a_world = sys.prefix, sys.base_prefix, str(Path(__file__).parents[1]), "<"
-    own = [f" ({file}, line {line})" for file, line in at if not file.startswith(not_a_world)]
-    return ["", *own][-1]
+    """ " (file, line N)" of a world that raised: the deepest outside libraries; "" if in none."""
+    frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    ours = __file__.removesuffix("view/terminal.py"), "<"
+    at = [f" ({file}, line {line})" for file, line in frames if not file.startswith(ours)]
+    own = [one for one in at if "-packages/" not in one and os.path.dirname(os.__file__) not in one]
+    return ["", *at, *own][-1]
