@@ -195,7 +195,9 @@ STUDIES = {
         + [published("sokoban", MIDDLE_20, "1e-3", "2e-3")]
     ),
     "page-webshop": Study(
-        every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
+        every(PAGES_WEBSHOP, "webshop", SHORT_20)
+        + every("istar", "webshop", SHORT_20 + NO_PRM)
+        + [published("webshop", SHORT_20, "1e-4", "2e-4")],
         (1, 2, 3),
     ),
     "page-sotopia": Study(
