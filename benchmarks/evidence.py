@@ -195,9 +195,11 @@ STUDIES = {
         + [published("sokoban", MIDDLE_20, "1e-3", "2e-3")]
     ),
     "page-webshop": Study(
-        every(PAGES_WEBSHOP, "webshop", SHORT_20)
-        + every("istar", "webshop", SHORT_20 + NO_PRM)
-        + [published("webshop", SHORT_20, "1e-4", "2e-4")],
+        every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
+        (1, 2, 3),
+    ),
+    "page-webshop-published": Study(
+        every("rloo istar", "webshop", SHORT_20) + [published("webshop", SHORT_20, "1e-4", "2e-4")],
         (1, 2, 3),
     ),
     "page-sotopia": Study(
