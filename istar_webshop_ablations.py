@@ -17,7 +17,7 @@ Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
 istar_paper_webshop.py: --as-published skill length credit preference average --prm-lora-rank 0
---prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3 --lr-halving inf.
+--prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --lr-halving inf, and its learning rates.
 """
 
 import random

@@ -220,8 +220,8 @@ def test_with_the_flags_that_it_names_it_is_istar_as_published(home):
     """But for rounding: the PRM's micro-batches are cut otherwise. Its accuracy is over the steps
     that both of a pair have."""
     flags = [*SKILL, *"length credit preference average --prm-lora-rank 0 --prm-replay 0".split()]
-    flags += "--prm-steps 1 --prm-ridge 0 --beta 0.05 --prm-learning-rate 1e-3".split()
-    flags += ["--lr-halving", "inf"]
+    flags += "--prm-steps 1 --prm-ridge 0 --beta 0.05 --lr-halving inf".split()
+    flags += "--learning-rate 1e-4 --prm-learning-rate 2e-4".split()
     table, episodes = played(home, "as-published", *flags)
     expected, published = played(home, "paper", script="istar_paper_webshop")
     for one, two in zip(table, expected, strict=True):
