@@ -141,9 +141,10 @@ def tuning_published() -> Study:
     """Its rates on the validation tasks: with RLOO's it collapses on three of these worlds."""
     tried = [("3e-5", "6e-5"), ("1e-4", "2e-4"), ("3e-4", "6e-4")]
     worlds = {"sokoban": MIDDLE_20, "webshop": SHORT_20, "sotopia": MIDDLE_20}
-    worlds["visual_sokoban"] = PICTURES_15
     commands = [published(*world, *rates) for world in worlds.items() for rates in tried]
     commands.append(published("sotopia", MIDDLE_20, "1e-3", "2e-3"))
+    tried = [("1e-5", "2e-5"), ("3e-5", "6e-5"), ("1e-4", "2e-4")]
+    commands += [published("visual_sokoban", PICTURES_15, *rates) for rates in tried]
     return Study([f"{command} --eval-set validation" for command in commands], (1,))
 
 
