@@ -202,7 +202,8 @@ STUDIES = {
         (1, 2, 3),
     ),
     "page-webshop-published": Study(
-        every("rloo istar", "webshop", SHORT_20) + [published("webshop", SHORT_20, "5e-4", "1e-3")],
+        every("rloo istar istar_paper", "webshop", SHORT_20)
+        + [published("webshop", SHORT_20, "5e-4", "1e-3")],
         (1, 2, 3),
     ),
     "page-sotopia": Study(
