@@ -148,6 +148,14 @@ def tuning_published() -> Study:
     return Study([f"{command} --eval-set validation" for command in commands], (1,))
 
 
+def tuning_istar() -> Study:
+    """RLOO's and iStar's rates on Sokoban's validation tasks, iStar with alpha 0.1 and 1."""
+    commands = every("rloo istar", "sokoban", MIDDLE_20)
+    commands.append(f"{commands[-1]}{ALPHA_1}")
+    tried = over("learning-rate", "2.5e-4", "5e-4", "1e-3")
+    return Study([f"{x}{rate} --eval-set validation" for x in commands for rate in tried], (1,))
+
+
 TRIES = 6
 COEFFICIENTS = {
     "gigpo": over("step-weight", 0.3, 3) + over("step-gamma", 0.8),
@@ -191,6 +199,7 @@ STUDIES = {
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
     "tuning-published": tuning_published(),
+    "tuning-istar": tuning_istar(),
     "page-sokoban": Study(
         every(PAGES_SOKOBAN, "sokoban", MIDDLE_20)
         + every("istar", "sokoban", f"{MIDDLE_20} --prm-average 0")
@@ -793,7 +802,7 @@ def section(name: str, rows: list[dict]) -> str:
         return f"No run of {command} is stored yet.\n"
     commits = sorted({row["commit"][:7] for runs in found for row in runs.rows})
     files = f"[all its tables]({STORED}/evidence-{name}.md)"
-    if name == "tuning-published":
+    if name in ("tuning-published", "tuning-istar"):
         told = tried_table(found)
     elif name.startswith("tuning-"):
         told = tuning_table(found)
