@@ -221,7 +221,9 @@ STUDIES = {
         + [published("sotopia", MIDDLE_20, "1e-3", "2e-3")]
     ),
     "page-visual-sokoban": Study(
-        every(PAGES_VISUAL, "visual_sokoban", PICTURES_15), (1, 2, 3)
+        every(PAGES_VISUAL, "visual_sokoban", PICTURES_15)
+        + [published("visual_sokoban", PICTURES_15, "5e-4", "1e-3")],
+        (1, 2, 3),
     ),
     "sokoban": Study(every(ON_SOKOBAN, "sokoban", MIDDLE), level=0.5),
     "webshop": Study(every(ON_WEBSHOP, "webshop", SHORT), level=0.55),
