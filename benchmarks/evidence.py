@@ -150,10 +150,10 @@ def tuning_published() -> Study:
 
 def tuning_istar() -> Study:
     """RLOO's and iStar's rates on Sokoban's validation tasks, iStar with alpha 0.1 and 1."""
-    commands = every("rloo istar", "sokoban", MIDDLE_20)
-    commands.append(f"{commands[-1]}{ALPHA_1}")
     tried = over("learning-rate", "2.5e-4", "5e-4", "1e-3")
-    return Study([f"{x}{rate} --eval-set validation" for x in commands for rate in tried], (1,))
+    commands = [x + rate for x in every("rloo istar", "sokoban", MIDDLE_20) for rate in tried]
+    commands += [f"istar_sokoban.py{MIDDLE_20}{ALPHA_1}{rate}" for rate in tried[:2]]
+    return Study([f"{command} --eval-set validation" for command in commands], (1,))
 
 
 TRIES = 6
@@ -205,6 +205,10 @@ STUDIES = {
         + every("istar", "sokoban", f"{MIDDLE_20} --prm-average 0")
         + every("istar", "sokoban", MIDDLE_20 + NO_PRM)
         + [published("sokoban", MIDDLE_20, "1e-3", "2e-3")]
+    ),
+    "page-sokoban-rates": Study(
+        every("rloo istar", "sokoban", MIDDLE_20)
+        + every("rloo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
     ),
     "page-webshop": Study(
         every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
