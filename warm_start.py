@@ -181,10 +181,16 @@ async def awaited(result):
 Demonstration = tuple[Seen, list[tuple[str, Seen]]]  # (prompt, [(answer, observation), ...])
 
 
+def split(env) -> tuple:
+    """(tasks of the demonstrations, held-out tasks): the last HELD_OUT tasks, or half of fewer."""
+    cut = max(len(env.train_tasks) - HELD_OUT, (len(env.train_tasks) + 1) // 2)
+    return env.train_tasks[:cut], env.train_tasks[cut:] or env.train_tasks
+
+
 def demonstrate(env, expert, args) -> list[Demonstration]:
     """An episode of the noisy expert for each of --demonstrations."""
     rng = random.Random(args.seed)
-    tasks = env.train_tasks[:-HELD_OUT]
+    tasks, _ = split(env)
     with asyncio.Runner() as runner:
         return [
             runner.run(demonstration(env, expert, tasks[number % len(tasks)], args.noise, rng))
@@ -456,7 +462,7 @@ def main():
     parts = f"{len(tokenizer)} tokens in the vocabulary, {len(trajectories)} episodes"
     print(f"{env.name}: {size:.2f} M parameters, {parts}")
 
-    held_out = list(env.train_tasks[-HELD_OUT:][: args.eval_tasks])
+    held_out = list(split(env)[1][: args.eval_tasks])
     order, begin = iter(()), time.time()
     for number in tqdm(range(1, args.max_updates + 1), "updates", disable=None):
         chosen = list(islice(order, args.batch_size))

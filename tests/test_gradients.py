@@ -6,6 +6,7 @@ import gc
 import math
 import random
 import weakref
+from types import SimpleNamespace
 
 from runtime import data as batching
 from runtime.data import Step, Trajectory, flatten, micro_batches, padded, sum_per_step
@@ -1048,6 +1049,16 @@ def test_policy_weights_of_a_lora_policy_are_dense_and_leave_the_base(batch):
 
 
 # ------------ behaviour cloning ------------
+
+
+SPLITS = [(1, range(1)), (9, range(5, 9)), (999, range(743, 999))]
+
+
+@pytest.mark.parametrize("tasks, held_out", SPLITS)
+def test_cloning_holds_out_the_last_256_tasks_or_half_of_fewer(tasks, held_out):
+    env = SimpleNamespace(train_tasks=range(tasks))
+    taught, held = load("warm_start").split(env)
+    assert held == held_out and taught == range(max(1, held_out[0]))
 
 
 @pytest.mark.parametrize("share, draws", [(0.0, 1), (1.0, 1), (0.25, 400)])

@@ -307,9 +307,9 @@ def last_whole(run: Path) -> tuple[Path | None, dict]:
             about = read_checkpoint(path)
         except DamagedError as error:
             damaged[path] = error
-            warn(f"{error}; {path.name} is set aside and the checkpoint before it taken")
             continue
-        for each in damaged:
+        for each, why in damaged.items():
+            warn(f"{why}; {each.name} is set aside and an earlier checkpoint taken")
             shutil.rmtree(each.with_suffix(".damaged"), ignore_errors=True)
             each.rename(each.with_suffix(".damaged"))
         return path, about

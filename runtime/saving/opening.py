@@ -31,8 +31,7 @@ TOLD = {"model": "the files of --model {}", "data": "the data", "panel": "the pa
 
 
 def refuse_other_ranks(run) -> dict[str, str]:
-    """SHA-256 of the model's files, the panel's prompts and pictures, script, world and data; exits
-    where a process was refused, or was started otherwise than the first."""
+    """SHA-256 of model, panel, sources and data; exits where a process differs or was refused."""
     hashes = {"model": hash_files(Path(run.model_path)), "panel": hash_of_panel(run)}
     run.sources = sources_of(run.env)
     hashes |= {what: hash_file(Path(file)) for what, file in run.sources.items()}
@@ -53,8 +52,7 @@ def refuse_other_ranks(run) -> dict[str, str]:
 
 
 def open_run(run, hashes: dict[str, str]) -> None:
-    """Give the run its directory, its lock and its W&B run: new ones, or those of the run that
-    --resume names. Exits with one line where that is not there, has other flags or is in use."""
+    """The run's directory, lock and W&B run, new or those of --resume; exits if it is refused."""
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
     if auto:
@@ -69,6 +67,8 @@ def open_run(run, hashes: dict[str, str]) -> None:
         refuse("override", " ".join(run_args.override), "it is for a run that --resume takes up")
     if resume and run_args.eval_only and not auto:
         refuse("eval_only", True, f"a run that goes on trains; evaluate --model {resume}/policy")
+    if resume and not auto and run_args.run_name not in ("", Path(resume).resolve().name):
+        refuse("run_name", run_args.run_name, f"--resume {resume} goes on in that directory")
     if resume and not is_there:
         sys.exit(f"--resume {resume}: no run there (it has no args.json)")
     if is_there and not resume:

@@ -530,6 +530,7 @@ OVERRIDES = [
         another_model("--override", "clip"),
         ("--model model", "hash"),
     ),
+    ("another name", resumed(as_it_is, "--run-name", "other"), ("--run-name other", "--resume")),
     ("--override of no flag", resumed(as_it_is, "--override", "no"), ("--override no",)),
     (
         "--override of one flag of two",
