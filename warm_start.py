@@ -182,7 +182,7 @@ Demonstration = tuple[Seen, list[tuple[str, Seen]]]  # (prompt, [(answer, observ
 
 
 def split(env) -> tuple:
-    """(tasks of the demonstrations, held-out tasks): the last HELD_OUT tasks, or half of fewer."""
+    """(tasks of the demonstrations, held-out ones: the last HELD_OUT, but at most half of all)."""
     cut = max(len(env.train_tasks) - HELD_OUT, (len(env.train_tasks) + 1) // 2)
     return env.train_tasks[:cut], env.train_tasks[cut:] or env.train_tasks
 

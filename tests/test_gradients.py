@@ -1055,7 +1055,7 @@ SPLITS = [(1, range(1)), (9, range(5, 9)), (999, range(743, 999))]
 
 
 @pytest.mark.parametrize("tasks, held_out", SPLITS)
-def test_cloning_holds_out_the_last_256_tasks_or_half_of_fewer(tasks, held_out):
+def test_cloning_holds_out_the_last_256_tasks_but_at_most_half(tasks, held_out):
     env = SimpleNamespace(train_tasks=range(tasks))
     taught, held = load("warm_start").split(env)
     assert held == held_out and taught == range(max(1, held_out[0]))
