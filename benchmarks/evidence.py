@@ -209,6 +209,7 @@ STUDIES = {
     "page-sokoban-rates": Study(
         every("rloo istar", "sokoban", MIDDLE_20)
         + every("rloo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
+        + every("istar", "sokoban", f"{MIDDLE_20} --learning-rate 2.5e-4")
     ),
     "page-webshop": Study(
         every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
