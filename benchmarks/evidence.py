@@ -207,7 +207,7 @@ STUDIES = {
         + [published("sokoban", MIDDLE_20, "1e-3", "2e-3")]
     ),
     "page-sokoban-rates": Study(
-        every("rloo istar", "sokoban", MIDDLE_20)
+        every("rloo istar graphgpo grpo", "sokoban", MIDDLE_20)
         + every("rloo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
         + every("istar", "sokoban", f"{MIDDLE_20} --learning-rate 2.5e-4")
     ),
