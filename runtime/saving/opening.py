@@ -68,7 +68,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
     if resume and run_args.eval_only and not auto:
         refuse("eval_only", True, f"a run that goes on trains; evaluate --model {resume}/policy")
     if resume and not auto and run_args.run_name not in ("", Path(resume).resolve().name):
-        refuse("run_name", run_args.run_name, f"--resume {resume} goes on in that directory")
+        terminal.warn(f"--run-name {run_args.run_name}: --resume {resume} keeps that run's name")
     if resume and not is_there:
         sys.exit(f"--resume {resume}: no run there (it has no args.json)")
     if is_there and not resume:

@@ -521,6 +521,8 @@ TABLES = [
     Case("runs", name, resumed(change), ("warning: ", *says), goes_on=True)
     for name, change, says in TABLES
 ]
+OTHER_NAME = resumed(as_it_is, "--run-name", "other"), ("warning: --run-name other", "keeps")
+TABLES.append(Case("runs", "another name", *OTHER_NAME, goes_on=True))
 
 HASHES = *START, "hashes"
 OVERRIDES = [
@@ -530,7 +532,6 @@ OVERRIDES = [
         another_model("--override", "clip"),
         ("--model model", "hash"),
     ),
-    ("another name", resumed(as_it_is, "--run-name", "other"), ("--run-name other", "--resume")),
     ("--override of no flag", resumed(as_it_is, "--override", "no"), ("--override no",)),
     (
         "--override of one flag of two",
