@@ -116,6 +116,11 @@ def every(algorithms: str, world: str, flags: str = "") -> list[str]:
     return [f"{algorithm}_{world}.py{flags}" for algorithm in algorithms.split()]
 
 
+def on_validation(commands: list[str]) -> Study:
+    """A run of each with seed 1, judged on the validation tasks."""
+    return Study([f"{command} --eval-set validation" for command in commands], (1,))
+
+
 def tuning(world: str, rate: float, algorithms: str, iterations: int = 15) -> Study:
     """The budget of every algorithm on a world: TRIES short runs with one seed, judged on the
     validation tasks. An algorithm with coefficients of its own has three rates and three
@@ -128,7 +133,7 @@ def tuning(world: str, rate: float, algorithms: str, iterations: int = 15) -> St
         assert len(tried) == TRIES
         script = f"{algorithm}_{world}.py"
         commands += [f"{script}{flag} --iterations {iterations} --eval-every 5" for flag in tried]
-    return Study([f"{command} --eval-set validation" for command in commands], (1,))
+    return on_validation(commands)
 
 
 def published(world: str, flags: str, rate: str, twice: str) -> str:
@@ -145,7 +150,7 @@ def tuning_published() -> Study:
     commands.append(published("sotopia", MIDDLE_20, "1e-3", "2e-3"))
     tried = [("1e-5", "2e-5"), ("3e-5", "6e-5"), ("1e-4", "2e-4")]
     commands += [published("visual_sokoban", PICTURES_15, *rates) for rates in tried]
-    return Study([f"{command} --eval-set validation" for command in commands], (1,))
+    return on_validation(commands)
 
 
 def tuning_istar() -> Study:
@@ -153,7 +158,7 @@ def tuning_istar() -> Study:
     tried = over("learning-rate", "2.5e-4", "5e-4", "1e-3")
     commands = [x + rate for x in every("rloo istar", "sokoban", MIDDLE_20) for rate in tried]
     commands += [f"istar_sokoban.py{MIDDLE_20}{ALPHA_1}{rate}" for rate in tried[:2]]
-    return Study([f"{command} --eval-set validation" for command in commands], (1,))
+    return on_validation(commands)
 
 
 TRIES = 6

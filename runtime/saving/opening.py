@@ -52,7 +52,7 @@ def refuse_other_ranks(run) -> dict[str, str]:
 
 
 def open_run(run, hashes: dict[str, str]) -> None:
-    """The run's directory, lock and W&B run, new or those of --resume; exits if it is refused."""
+    """Give the run its directory, lock and W&B run, new or those of --resume; or exit with why."""
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
     if auto:
@@ -67,8 +67,6 @@ def open_run(run, hashes: dict[str, str]) -> None:
         refuse("override", " ".join(run_args.override), "it is for a run that --resume takes up")
     if resume and run_args.eval_only and not auto:
         refuse("eval_only", True, f"a run that goes on trains; evaluate --model {resume}/policy")
-    if resume and not auto and run_args.run_name not in ("", Path(resume).resolve().name):
-        terminal.warn(f"--run-name {run_args.run_name}: --resume {resume} keeps that run's name")
     if resume and not is_there:
         sys.exit(f"--resume {resume}: no run there (it has no args.json)")
     if is_there and not resume:
@@ -80,6 +78,8 @@ def open_run(run, hashes: dict[str, str]) -> None:
         except DamagedError as error:
             sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
         refuse_other_flags(path, script, saved, starts, start, args)
+        if run_args.run_name not in ("", path.absolute().name):
+            terminal.warn(f"--run-name {run_args.run_name}: --resume {resume} keeps the run's name")
         now, then = start["hashes"], starts[-1]["hashes"]
         for what, file in run.sources.items():
             if now[what] != then.get(what, now[what]):
