@@ -124,7 +124,7 @@ class LLM:
         if LLM.fails:
             LLM.fails -= 1
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
-        sample = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}])
+        sample = SimpleNamespace(token_ids=[5], logprobs=SimpleNamespace(logprobs=[-1.0]))
         asked, self.asked = self.asked, {}
         return [
             SimpleNamespace(request_id=name, prompt_token_ids=ids, outputs=[sample], finished=True)

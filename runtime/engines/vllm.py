@@ -104,8 +104,7 @@ class VllmEngine(Engine):
         request, completion = self.owed.pop(output.request_id), output.outputs[0]
         if list(output.prompt_token_ids) != request.context:
             raise EngineError("the engine saw other ids than it was asked about")
-        ids, places = list(completion.token_ids), completion.logprobs
-        request.give((ids, [place[token].logprob for token, place in zip(ids, places)]))
+        request.give((list(completion.token_ids), completion.logprobs.logprobs))
 
     def forget_requests(self) -> None:
         with contextlib.suppress(Exception):  # of an engine that has failed
@@ -136,6 +135,7 @@ class VllmEngine(Engine):
             never = dict.fromkeys(self.never, -100.0)  # the most that vLLM takes
             asked |= {"logit_bias": never or None, "detokenize": False}
             asked |= {"skip_clone": True}  # a deep copy for each is a twentieth of a rollout
+            asked |= {"flat_logprobs": True}  # not an object for each token
             self.params[known] = SamplingParams(**asked)
         return self.params[known]
 
