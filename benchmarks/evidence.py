@@ -142,8 +142,8 @@ def published(world: str, flags: str, rate: str, twice: str) -> str:
     return f"istar_paper_{world}.py{flags} {rates}"
 
 
-def tuning_published() -> Study:
-    """Its rates on the validation tasks: with RLOO's it collapses on both Sokobans."""
+def rates_published() -> Study:
+    """Rates of iStar as published on the validation tasks; at RLOO's it collapses on Sokoban."""
     tried = [("3e-5", "6e-5"), ("1e-4", "2e-4"), ("3e-4", "6e-4")]
     worlds = {"sokoban": MIDDLE_20, "webshop": SHORT_20, "sotopia": MIDDLE_20}
     commands = [published(*world, *rates) for world in worlds.items() for rates in tried]
@@ -156,13 +156,14 @@ def tuning_published() -> Study:
 def rates_sokoban() -> Study:
     """Every algorithm's rates on Sokoban's validation tasks, iStar with alpha 0.1 and 1."""
     tried = over("learning-rate", "2.5e-4", "5e-4", "1e-3")
-    algorithms = PAGES_SOKOBAN.replace("istar_paper ", "")  # it is in tuning_published
+    algorithms = PAGES_SOKOBAN.replace("istar_paper ", "")  # its are in rates_published
     commands = [x + rate for x in every(algorithms, "sokoban", MIDDLE_20) for rate in tried]
     commands += [f"istar_sokoban.py{MIDDLE_20}{ALPHA_1}{rate}" for rate in tried[:2]]
     commands += every("istar", "sokoban", f"{MIDDLE_20} --learning-rate 1.25e-4")
     return on_validation(commands)
 
 
+TRIED = "rates-", "tuning-"  # studies of one seed on the validation tasks
 TRIES = 6
 COEFFICIENTS = {
     "gigpo": over("step-weight", 0.3, 3) + over("step-gamma", 0.8),
@@ -205,7 +206,7 @@ STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
-    "tuning-published": tuning_published(),
+    "rates-published": rates_published(),
     "rates-sokoban": rates_sokoban(),
     "page-sokoban": Study(
         every(PAGES_SOKOBAN, "sokoban", MIDDLE_20)
@@ -215,7 +216,7 @@ STUDIES = {
     ),
     "page-sokoban-rates": Study(
         every("rloo istar graphgpo grpo", "sokoban", MIDDLE_20)
-        + every("rloo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
+        + every("rloo gigpo gagpo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
         + every("istar", "sokoban", f"{MIDDLE_20} --learning-rate 2.5e-4")
     ),
     "page-webshop": Study(
@@ -816,7 +817,7 @@ def section(name: str, rows: list[dict]) -> str:
         return f"No run of {command} is stored yet.\n"
     commits = sorted({row["commit"][:7] for runs in found for row in runs.rows})
     files = f"[all its tables]({STORED}/evidence-{name}.md)"
-    if name in ("tuning-published", "rates-sokoban"):
+    if name.startswith("rates-"):
         told = tried_table(found)
     elif name.startswith("tuning-"):
         told = tuning_table(found)
@@ -835,7 +836,7 @@ def all_tables(name: str, rows: list[dict]) -> str:
     """The file of a study that its section links."""
     study, found = STUDIES[name], runs_of(STUDIES[name], rows)
     parts = [f"# {name}", f"`python benchmarks/evidence.py {name}`"]
-    if name.startswith("tuning-"):
+    if name.startswith(TRIED):
         parts.append(tried_table(found))
     else:
         parts.append(final_table(found))
@@ -870,7 +871,7 @@ def files_of(rows: list[dict]) -> dict[Path, str]:
 
 def draws(name: str, found: list[Runs]) -> bool:
     """Whether a study has a picture: at most thirteen curves, which a reader can distinguish."""
-    return not name.startswith("tuning-") and 0 < len(found) <= 13
+    return not name.startswith(TRIED) and 0 < len(found) <= 13
 
 
 def picture(found: list[Runs]):
