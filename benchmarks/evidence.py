@@ -218,6 +218,7 @@ STUDIES = {
         every("rloo istar graphgpo grpo", "sokoban", MIDDLE_20)
         + every("rloo gigpo gagpo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
         + every("istar", "sokoban", f"{MIDDLE_20} --learning-rate 2.5e-4")
+        + every("istar", "sokoban", f"{MIDDLE_20}{NO_PRM} --learning-rate 2.5e-4")
     ),
     "page-webshop": Study(
         every(PAGES_WEBSHOP, "webshop", SHORT_20) + every("istar", "webshop", SHORT_20 + NO_PRM),
