@@ -71,7 +71,7 @@ class Args:
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter (paper: a full copy).
     prm_steps: int = 8  # PRM steps per iteration (paper: 1).
-    prm_average: float = 0.8  # Decay per iteration of the weights' average that scores (paper: 0).
+    prm_average: float = 0.8  # Decay of the PRM's moving average, per iteration (paper: 0, none).
     prm_replay: int = 256  # Latest groups that the PRM learns from (paper: this iteration's).
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
@@ -255,7 +255,7 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 
 
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
-    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes."""
+    """One optimiser step: trajectory DPO on all pairs of these episodes, ridge on their steps."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group, args.pair_margin)
     log_old = sum_per_step(batch_logprobs(policy, batch, args), batch)  # [S] current policy
@@ -309,7 +309,7 @@ def main():
 
     prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # only it trains; r_phi starts at 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
-    average = prm.copy("prm_average")  # moving average of the PRM's weights; it scores steps
+    average = prm.copy("prm_average")  # the PRM's moving average, less noisy; it scores steps
     follow = swa_utils.get_ema_multi_avg_fn(args.prm_average)
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs

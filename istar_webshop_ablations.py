@@ -253,7 +253,7 @@ def dpo_loss(margins: torch.Tensor) -> torch.Tensor:
 
 
 def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) -> dict:
-    """One optimiser step of trajectory DPO and ridge over all pairs of these episodes."""
+    """One optimiser step: trajectory DPO on all pairs of these episodes, ridge on their steps."""
     batch = flatten(episodes)
     pairs = preference_pairs(batch.outcomes, batch.group)
     if args.step_reward == "head":

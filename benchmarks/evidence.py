@@ -217,7 +217,8 @@ STUDIES = {
     "page-sokoban-rates": Study(
         every("rloo istar graphgpo grpo", "sokoban", MIDDLE_20)
         + every("rloo gigpo gagpo", "sokoban", f"{MIDDLE_20} --learning-rate 5e-4")
-        + every("istar", "sokoban", f"{MIDDLE_20} --learning-rate 2.5e-4")
+        + every("istar g2po", "sokoban", f"{MIDDLE_20} --learning-rate 2.5e-4")
+        + every("reinforce_pp", "sokoban", f"{MIDDLE_20} --learning-rate 1e-3")
         + every("istar", "sokoban", f"{MIDDLE_20}{NO_PRM} --learning-rate 2.5e-4")
     ),
     "page-webshop": Study(
