@@ -48,7 +48,7 @@ class Args:
     tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
     group_size: int = 8  # Episodes per task: a group (paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training, and of all log-probabilities.
-    learning_rate: float = 1e-3  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
+    learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
     lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; larger gradients are scaled down to it.

@@ -854,7 +854,7 @@ RESUME = ["--resume", "runs/straight"]
 def test_flags_that_differ_are_listed_and_refused_unless_named(copy, tmp_path):
     other = [*RESUME, "--learning-rate", "5e-4", "--clip", "0.3"]
     said = stopped(ISTAR, "", *other, cwd=tmp_path)
-    assert "--learning-rate 0.0005, was 0.001" in said and "--clip 0.3, was 0.2" in said
+    assert "--learning-rate 0.0005, was 0.00025" in said and "--clip 0.3, was 0.2" in said
     assert "--override" in said
     said = stopped(ISTAR, "", *other, "--override", "clip", "no-such", cwd=tmp_path)
     assert said == "--override no_such: no such flag"
