@@ -130,7 +130,7 @@ def rounds(engine, episodes: list[list[Turn]], delay: float) -> int:
         params = [engine.sampling(sampling_of(episodes[number][turn].answer)) for number in playing]
         outputs = engine.llm.generate(prompts, params, use_tqdm=False)
         for number, output in zip(playing, outputs):
-            ids, _ = list(output.outputs[0].token_ids), output.outputs[0].logprobs.logprobs
+            ids = list(output.outputs[0].token_ids)
             sampled += len(ids)
             contexts[number] = contexts[number] + ids + episodes[number][turn].words
         time.sleep(delay)  # all worlds take their time at once

@@ -206,7 +206,7 @@ def test_a_policy_that_trains_whole_is_sharded_on_a_cluster(cluster):
 
 
 def test_a_command_for_a_large_model_has_its_rates_and_its_room(cluster):
-    """The defaults are the tiny models': a learning rate of 1e-3 that falls, answers of 16."""
+    """The defaults are the tiny models': learning rates of up to 1e-3 that fall, answers of 16."""
     seen = 0
     for command, words in with_flags(ALL, cluster):
         args = args_of(*words)

@@ -114,6 +114,7 @@ class LLM:
 
     def add_request(self, name, prompt, params, lora_request=None):
         assert name not in self.asked and params.output_kind == "final only"
+        assert params.flat_logprobs
         assert {*self.adapters} == ({lora_request.lora_int_id} if lora_request else set())
         self.asked[name] = prompt["prompt_token_ids"]
 
