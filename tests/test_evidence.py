@@ -351,6 +351,7 @@ def test_tuning_tells_the_best_of_a_script_and_its_default(study, tmp_path):
     assert evidence.best_first(tried) == tried[::-1]
     tried[1].rows[0]["after"] = {task: 1.25 for task in tried[1].rows[0]["after"]}
     assert "| 0.250 (0.250 to 0.250) |" in evidence.tuning_table(tried)
+    assert "| `--learning-rate 0.0005` | not tried |  |" in evidence.tuning_table(tried[1:])
 
 
 def test_a_grid_has_alphas_and_betas_in_order():
