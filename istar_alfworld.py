@@ -71,7 +71,7 @@ class Args:
     prm_learning_rate: float = 3e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_lora_rank: int = 16  # Rank of the PRM's adapter (paper: a full copy).
     prm_steps: int = 8  # PRM steps per iteration (paper: 1).
-    prm_average: float = 0.8  # Decay of the PRM's moving average, per iteration (paper: 0, none).
+    prm_average: float = 0.8  # Decay per iteration of the average of the PRM's weights (paper: 0).
     prm_replay: int = 256  # Latest groups that the PRM learns from (paper: this iteration's).
     prm_ridge: float = 0.1  # Weight of the mean r_phi^2 in the PRM's loss (paper: 0).
 
@@ -309,7 +309,7 @@ def main():
 
     prm = policy.with_adapter("prm", lora(args.prm_lora_rank))  # only it trains; r_phi starts at 0
     prm.optimizer = AdamW(prm.trained, args.prm_learning_rate, weight_decay=0.0)
-    average = prm.copy("prm_average")  # the PRM's moving average, less noisy; it scores steps
+    average = prm.copy("prm_average")  # average of the PRM's weights, less noisy; it scores steps
     follow = swa_utils.get_ema_multi_avg_fn(args.prm_average)
     replay = []  # the latest groups that have a pair
     accuracies = []  # of the PRM on new pairs, one per iteration that has pairs
