@@ -163,6 +163,19 @@ def rates_sokoban() -> Study:
     return on_validation(commands)
 
 
+def rates_smollm2() -> Study:
+    """Three rates of each algorithm on Sokoban with SmolLM2, ten iterations; iStar as published
+    has smaller ones, as with 1e-4 it collapsed on Crossings."""
+    flags = f"{HERE} --iterations 10 --eval-every 5 --eval-tasks 64"
+    commands = []
+    for rate in over("learning-rate", "3e-5", "1e-4", "3e-4"):
+        commands += every("rloo grpo graphgpo", "sokoban", flags + rate)
+        commands += every("istar", "sokoban", flags + PRM_3E_4 + rate)
+    for rate, twice in (("1e-5", "2e-5"), ("3e-5", "6e-5"), ("1e-4", "2e-4")):
+        commands.append(published("sokoban", flags, rate, twice))
+    return on_validation(commands)
+
+
 TRIED = "rates-", "tuning-"  # studies of one seed on the validation tasks
 TRIES = 6
 COEFFICIENTS = {
@@ -202,12 +215,16 @@ PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 ON_CARD = f"{SMOLLM2}-2 --dtype bfloat16 --engine hf --max-steps 7 --tasks-per-iteration 8"
 ON_CARD += " --iterations 20 --eval-every 10 --save-every 20 --micro-batch-tokens 16384"
 ON_CARD += " --learning-rate 3e-5"
+HERE = f"{SMOLLM2}-3 --dtype bfloat16 --max-steps 7 --tasks-per-iteration 4 --eval-samples 1"
+HERE += " --micro-batch-tokens 4096"  # on one core with vLLM, also of a clone of its own
+PRM_3E_4 = f"{ALPHA_1} --prm-learning-rate 3e-4"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
     "tuning-webshop": tuning("webshop", 5e-4, ON_WEBSHOP, 10),
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
     "rates-published": rates_published(),
     "rates-sokoban": rates_sokoban(),
+    "rates-smollm2": rates_smollm2(),
     "page-sokoban": Study(
         every(PAGES_SOKOBAN, "sokoban", MIDDLE_20) + every("istar", "sokoban", MIDDLE_20 + NO_PRM)
     ),
@@ -245,7 +262,7 @@ STUDIES = {
     "page-smollm2-sokoban": Study(
         [
             f"rloo_sokoban.py{ON_CARD}",
-            f"istar_sokoban.py{ON_CARD}{ALPHA_1} --prm-learning-rate 3e-4",
+            f"istar_sokoban.py{ON_CARD}{PRM_3E_4}",
             f"graphgpo_sokoban.py{ON_CARD}",
         ],
         (1, 2, 3),
