@@ -164,14 +164,12 @@ def rates_sokoban() -> Study:
 
 
 def rates_smollm2() -> Study:
-    """Three rates of each algorithm on Sokoban with SmolLM2, six iterations; iStar as published
-    has smaller ones, as with 1e-4 it collapsed on Crossings."""
-    flags = f"{HERE} --iterations 6 --eval-every 3"
-    commands = []
-    for rate in over("learning-rate", "3e-5", "1e-4", "3e-4"):
-        commands += every("rloo grpo graphgpo", "sokoban", flags + rate)
-        commands += every("istar", "sokoban", flags + PRM_3E_4 + rate)
+    """Three rates of each algorithm on Sokoban with SmolLM2, six iterations."""
+    flags, commands = f"{HERE} --iterations 6 --eval-every 3", []
     for rate, twice in (("1e-5", "2e-5"), ("3e-5", "6e-5"), ("1e-4", "2e-4")):
+        own = f" --learning-rate {rate}"
+        commands += every("rloo grpo graphgpo", "sokoban", flags + own)
+        commands += every("istar", "sokoban", flags + PRM_3E_4 + own)
         commands.append(published("sokoban", flags, rate, twice))
     return on_validation(commands)
 
@@ -208,7 +206,7 @@ RATIOS = [command + ratio for command in every("rloo grpo", "webshop", SHORT) fo
 RATIOS += [f"istar_webshop.py{SHORT}{ratio}" for ratio in BY_TOKEN]
 ON_PICTURES = every(ON_VISUAL, "visual_sokoban", " --iterations 30")
 ON_PICTURES += [ON_PICTURES[-1] + TWO]
-SMOLLM2 = " --model runs/smollm2-sokoban"  # docs/results/pretrained.md has its command
+SMOLLM2 = " --model runs/smollm2-sokoban"  # docs/results/pretrained-sokoban.md: its command
 PRETRAINED = f"{SMOLLM2} --dtype bfloat16 --max-steps 7 --tasks-per-iteration 8 --iterations 20"
 PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 # On one H200, side by side: 13 to 15 GiB of the card each. Of a clone of its own.
