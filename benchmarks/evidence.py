@@ -165,7 +165,7 @@ def rates_sokoban() -> Study:
 
 def rates_smollm2() -> Study:
     """Three rates of each algorithm on Sokoban with SmolLM2, six iterations."""
-    flags, commands = f"{HERE} --iterations 6 --eval-every 3", []
+    flags, commands = f"{ON_CORE} --iterations 6 --eval-every 3", []
     for rate, twice in (("1e-5", "2e-5"), ("3e-5", "6e-5"), ("1e-4", "2e-4")):
         own = f" --learning-rate {rate}"
         commands += every("rloo grpo graphgpo", "sokoban", flags + own)
@@ -213,8 +213,9 @@ PRETRAINED += " --eval-every 5 --micro-batch-tokens 2048 --learning-rate 3e-5"
 ON_CARD = f"{SMOLLM2}-2 --dtype bfloat16 --engine hf --max-steps 7 --tasks-per-iteration 8"
 ON_CARD += " --iterations 20 --eval-every 10 --save-every 20 --micro-batch-tokens 16384"
 ON_CARD += " --learning-rate 3e-5"
-HERE = f"{SMOLLM2}-3 --dtype bfloat16 --max-steps 7 --tasks-per-iteration 4 --eval-samples 1"
-HERE += " --micro-batch-tokens 4096"  # on one core with vLLM, also of a clone of its own
+# With vLLM, one core a run. Of a clone of its own, too.
+ON_CORE = f"{SMOLLM2}-3 --dtype bfloat16 --max-steps 7 --tasks-per-iteration 4 --eval-samples 1"
+ON_CORE += " --micro-batch-tokens 4096"
 PRM_3E_4 = f"{ALPHA_1} --prm-learning-rate 3e-4"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
@@ -806,11 +807,13 @@ def shown(numbers: list) -> list[str]:
 
 
 def expected(job: Job, rows: list[dict]) -> float:
-    """Minutes of a run that was not made yet, by its iterations, as those of its script took."""
+    """Minutes of a run that was not made yet, by its iterations, as those of its model and, where
+    there are any, of its script took."""
     command = job_command(job)
     given = re.search(r"--iterations (\d+)", command)
-    alike = [row for row in rows if row["command"].split()[0] == command.split()[0]]
-    alike = [row for row in alike if (SMOLLM2 in row["command"]) == (SMOLLM2 in command)] or rows
+    model = re.findall(r"--model \S+", command)
+    alike = [row for row in rows if re.findall(r"--model \S+", row["command"]) == model] or rows
+    alike = [row for row in alike if row["command"].split()[0] == command.split()[0]] or alike
     made = sum(row["evaluations"][-1]["iteration"] for row in alike)
     minutes = sum(row["minutes"] for row in alike)
     return minutes / max(1, made) * int(given[1] if given else 80)
