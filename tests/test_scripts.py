@@ -49,7 +49,7 @@ CREDIT = ["implicit_reward", "step_advantage", "episode_advantage"]
 SMALL = """--tasks-per-iteration 3 --group-size 4 --eval-tasks 2 --eval-samples 1 --eval-every 2
 --seed 9"""  # with it groups are mixed in every world from the first iteration on
 TASKS, GROUP = 3, 4
-STEPS = {"sokoban": 4, "visual_sokoban": 4, "webshop": 5, "sotopia": 4, "alfworld": 16}
+STEPS = {"sokoban": 4, "visual_sokoban": 4, "webshop": 5, "sotopia": 4, "alfworld": 8}
 ISTAR = [script for script in READY if script.startswith("istar_")]
 PRIME = "prm/loss prm/accuracy prm/grad_norm prm/process_std time/prm".split()
 CRITIC = "critic/loss critic/grad_norm critic/explained_variance time/critic".split()
@@ -124,6 +124,7 @@ def rows(run):
 def small(script):
     """The flags of a short run."""
     few = ["--prm-steps", "2"] if "prm_steps" in vars(load(script).Args()) else []
+    few += ["--seed", "3"] if environment(script) == "alfworld" else []  # some succeed in 8 steps
     return [*SMALL.split(), "--max-steps", str(STEPS[environment(script)]), *few]
 
 
