@@ -329,8 +329,9 @@ def table(rows: list[dict], columns: tuple[str, ...] = ()) -> str:
     gained = compared(ceiling, first)[0] if ceiling in curves else []
     room = sum(gained) / len(gained) if gained else 0.0
     titles = ["row", "seeds", *[f"success at {i}" for i in iterations]]
-    titles += ["a new seed", f"more than {first}", "of the way", "by minute", "area"]
+    titles += ["a new seed", f"more than {first}", "share of truth's gain", "at equal time"]
     titles += [
+        "area",
         f"more area than {first}",
         "A with truth",
         "A^S with truth",

@@ -67,16 +67,16 @@ LOGGED = {
 CREDIT = "alpha-beta rates tuning ablation trials normalisation average new-seeds "
 CREDIT += "head-rates head-webshop head-sokoban"
 COLUMNS = "row", "seeds", "success at 60", "more than", "A^S", "new pairs ranked right", "seconds"
-SMOLLM2_COLUMNS = "success at", "area", "more", "by minute", "A with", "credit"
+SMOLLM2_COLUMNS = "success at", "area", "more", "at equal time", "A with", "credit"
 CREDIT_TABLES = dict.fromkeys([f"credit-{name}" for name in CREDIT.split()], COLUMNS) | {
-    "credit": COLUMNS + ("of the way", "by minute"),
-    "credit-page": COLUMNS + ("a new seed", "by minute"),
-    "credit-minutes": COLUMNS + ("success at", "by minute"),
-    "credit-progress": COLUMNS + ("success at", "of the way"),
+    "credit": COLUMNS + ("share of truth's gain", "at equal time"),
+    "credit-page": COLUMNS + ("a new seed", "at equal time"),
+    "credit-minutes": COLUMNS + ("success at", "at equal time"),
+    "credit-progress": COLUMNS + ("success at", "share of truth's gain"),
     "credit-smollm2": COLUMNS + SMOLLM2_COLUMNS,
     "credit-smollm2-slow": COLUMNS + SMOLLM2_COLUMNS,
     "alfworld": ("row", "seeds", *(f"success at {i}" for i in (0, 30, 60, 100, 120)))
-    + ("more than", "by minute", "area", "more area", "seconds"),
+    + ("more than", "at equal time", "area", "more area", "seconds"),
     "alfworld-one-seed": ("row", "success at", "seconds"),
     "alfworld-validation": ("row", "success at"),
     "credit-smollm2-rates": (

@@ -249,7 +249,7 @@ def test_a_row_is_a_webshop_script_with_another_world(world, name, tmp_path):
     check_words(shlex.split(credit.FLAGS[world]), kinds_of(module.Args))
 
 
-def test_rows_of_unequal_length_are_compared_by_iteration_and_by_minute():
+def test_rows_of_unequal_length_are_compared_by_iteration_and_at_equal_time():
     """b is twice as slow: after 60 s it has done 30 of its iterations. Its second seed alone has no
     partner."""
 
@@ -267,10 +267,10 @@ def test_rows_of_unequal_length_are_compared_by_iteration_and_by_minute():
     ]
     found = dict(zip(titles, lines[1]))
     assert found["more than a"] == "0.200"  # 0.6 - 0.4, after 40 iterations
-    assert found["by minute"] == "-0.100"  # 0.4 - 0.5, after 60 s
+    assert found["at equal time"] == "-0.100"  # 0.4 - 0.5, after 60 s
     assert found["more area than a"] == "0.050"  # (0.1 + 0.4) / 2 - 0.2, up to iteration 40
     assert found["seeds"] == "2" and found["seconds an iteration"] == "2.000 ± 0.000"
     assert found["success at 40"].startswith("0.750") and found["success at 60"] == ""
-    shown = credit.table(rows, ("row", "success at", "by")).splitlines()[0]
-    assert shown == f"| {' | '.join([titles[0], *titles[2:6], 'by minute'])} |"
+    shown = credit.table(rows, ("row", "success at", "at")).splitlines()[0]
+    assert shown == f"| {' | '.join([titles[0], *titles[2:6], 'at equal time'])} |"
     assert titles[2:6] == [f"success at {i}" for i in (0, 20, 40, 60)]

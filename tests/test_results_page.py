@@ -104,7 +104,7 @@ SLOW_RLOO, SLOW_WITHOUT = (
 SLOW = "istar --alpha 1 --prm-learning-rate 3e-4 --learning-rate 1e-5"
 SLOW_GAIN = above("credit-smollm2-slow", SLOW, SLOW_RLOO, 12)
 SLOW_OVER_NO_PRM = above("credit-smollm2-slow", SLOW, SLOW_WITHOUT, 12)
-BY_MINUTE = cell("credit-page", "istar", "by minute")
+AT_EQUAL_TIME = cell("credit-page", "istar", "at equal time")
 PAGE = credit_seconds("credit-page")
 MINUTES = credit_seconds("credit-minutes")
 RATES = credit_seconds("credit-rates")
@@ -142,7 +142,7 @@ DERIVED = {
     ],
     "0.078 ± 0.057 above the same script without its PRM": SLOW_OVER_NO_PRM,
     "ends 0.210 ± 0.055 above RLOO": above("credit-page", "istar", "rloo", 60),
-    "0.063 ± 0.058 below it at equal wall-clock time": [-BY_MINUTE[0], BY_MINUTE[1]],
+    "0.063 ± 0.058 below it at equal wall-clock time": [-AT_EQUAL_TIME[0], AT_EQUAL_TIME[1]],
     "iStar ends 0.066 ± 0.037 above RLOO [at a small rate]": SLOW_GAIN,
     "iStar ends 0.066 above RLOO on Sokoban (0.025 to 0.108": less(SMOLLM2_ISTAR, SMOLLM2_RLOO),
     "iStar ends below it on all three worlds where this was run: by 0.003 on Sokoban (on par), "
