@@ -216,6 +216,7 @@ ON_CARD += " --learning-rate 3e-5"
 # With vLLM, one core a run. Of a clone of its own, too.
 ON_CORE = f"{SMOLLM2}-3 --dtype bfloat16 --max-steps 7 --tasks-per-iteration 4 --eval-samples 1"
 ON_CORE += " --micro-batch-tokens 4096"
+TWELVE = f"{ON_CORE} --iterations 12 --eval-every 6"
 PRM_3E_4 = f"{ALPHA_1} --prm-learning-rate 3e-4"
 STUDIES = {
     "tuning-sokoban": tuning("sokoban", 1e-3, ON_SOKOBAN),
@@ -264,6 +265,13 @@ STUDIES = {
             f"istar_sokoban.py{ON_CARD}{PRM_3E_4}",
             f"graphgpo_sokoban.py{ON_CARD}",
         ],
+        (1, 2, 3),
+    ),
+    "page-smollm2-tuned": Study(  # each at the rate of rates-smollm2 with the largest area
+        every("rloo graphgpo", "sokoban", f"{TWELVE} --learning-rate 1e-5")
+        + every("istar", "sokoban", f"{TWELVE}{PRM_3E_4} --learning-rate 1e-5")
+        + every("grpo", "sokoban", f"{TWELVE} --learning-rate 3e-5")
+        + [published("sokoban", TWELVE, "1e-5", "2e-5")],
         (1, 2, 3),
     ),
     "smollm2-sokoban": Study(
