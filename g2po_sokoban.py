@@ -17,8 +17,8 @@ policy that sampled this iteration's episodes; pi_theta: the policy in training.
                    rho = pi_theta / pi_old of each token
 
 Left out, as in istar_sokoban.py: KL to a reference, entropy bonus, dual clip. Our choices: the end
-of an episode, truncated or not, is no state of the graph and has the value r_o (their code: the
-same for outcomes of 0 and 1); an invalid answer subtracts --invalid-penalty from A (their code:
+of an episode, truncated or not, is no state of the graph and has the value r_o (as in their code
+for outcomes of 0 and 1); an invalid answer subtracts --invalid-penalty from A (their code:
 from r_o and V(s_t+1)). w = 0 is GRPO at the same rate, bit for bit.
 
     python g2po_sokoban.py                          # the tiny model: 6 minutes on one CPU core
@@ -52,17 +52,17 @@ class Args:
     max_steps: int = 15  # Longest episode [steps]; an invalid answer costs a step too.
     max_action_tokens: int = 16  # Longest answer [tokens]; a model that reasons needs 256.
     max_context_tokens: int = 1024  # Longest context [tokens]; a longer episode is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    history: int = 0  # Past turns that a step sees; 0: all, o_1:t (iStar paper's runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Number of iterations; each has a rollout and its updates.
-    tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
+    tasks_per_iteration: int = 16  # Tasks per iteration (iStar paper: 16, Sokoban 32).
+    group_size: int = 8  # Episodes per task: a group (iStar paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training, and of all log-probabilities.
-    learning_rate: float = 2.5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
+    learning_rate: float = 2.5e-4  # Learning rate of the policy (AdamW; iStar paper: 5e-7 for 7B).
     lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; larger gradients are scaled down to it.
-    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
+    clip: float = 0.2  # Half width eps of the interval that clips the ratio (iStar paper: 0.2).
     invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
     engine_cap: float = 2.0  # Cap on A's weight, pi_old by the trainer / pi_old by the engine.
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
@@ -197,7 +197,7 @@ def standardised(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
 
 
 def anchor_statistics(anchor, step_adv) -> dict:
-    """Anchor groups: their number and sizes, and the shares of steps in one and with A^S not 0."""
+    """Anchor groups: number, largest size; shares of steps not alone in one, with A^S not 0."""
     sizes = torch.bincount(anchor)
     shared = (sizes[anchor] > 1).double().mean().item()
     felt = (step_adv != 0).double().mean().item()

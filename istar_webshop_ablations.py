@@ -1,6 +1,7 @@
 """Ablations of iStar on WebShop: between istar_webshop.py and the paper, and other step rewards.
 
-Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E. The flags change:
+In float32, without flags, it is istar_webshop.py (which defines the symbols) with RLOO's A^E; in
+bfloat16 A has no --engine-cap. The flags change:
 
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
@@ -12,12 +13,12 @@ Without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E
     --step-reward ground-truth   The world's own step rewards replace the PRM's.
     --step-reward merged         One advantage, of r_o + alpha * r_phi; each step is a sample.
     --step-reward token          Each token has a reward, an advantage and a ratio.
-    --step-reward head           A linear head (Razin et al., arXiv 2507.07981), not averaged.
+    --step-reward head           A linear head (arXiv 2507.07981): no average, no regression.
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
     --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
 
 istar_paper_webshop.py: --as-published skill length credit preference average --prm-lora-rank 0
---prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --lr-halving inf, and its learning rates.
+--prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --lr-halving inf, at its learning rates.
 """
 
 import random
@@ -49,17 +50,17 @@ class Args:
     max_steps: int = 10  # Longest episode [steps]; an invalid answer costs a step too.
     max_action_tokens: int = 32  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 3072  # Longest context [tokens]; a longer episode is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    history: int = 0  # Past turns that a step sees; 0: all, o_1:t (iStar paper's runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Number of iterations; each has a rollout and its updates.
-    tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
+    tasks_per_iteration: int = 16  # Tasks per iteration (iStar paper: 16, Sokoban 32).
+    group_size: int = 8  # Episodes per task: a group (iStar paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training, and of all log-probabilities.
-    learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
+    learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; iStar paper: 5e-7 for 7B).
     lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; larger gradients are scaled down to it.
-    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
+    clip: float = 0.2  # Half width eps of the interval that clips the ratio (iStar paper: 0.2).
     invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
@@ -270,9 +271,8 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
-    """Episodes for each of --prm-steps steps: the best and the worst of each of two groups of the
-    replay; without a replay, all new episodes."""
-    if replay and args.prm_replay == 0:
+    """Episodes for each of --prm-steps steps: best and worst of each of two groups of a replay."""
+    if replay and args.prm_replay == 0:  # all new episodes
         return [[t for group in replay for t in group]] * args.prm_steps
     groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
     dealt = [groups[step :: args.prm_steps] for step in range(min(args.prm_steps, len(groups)))]
@@ -325,7 +325,7 @@ def main():
     if args.step_reward == "head" and not args.prm_lora_rank:
         sys.exit("--prm-lora-rank 0: with --step-reward head it is at least 1")
     if per_token and (args.ratio != "token" or args.normalise_over != "group"):
-        sys.exit("--step-reward token: each token has an advantage, so --ratio token and no turns")
+        sys.exit("--step-reward token: it needs --ratio token and --normalise-over group")
     env = WebShop.from_args(args)
     run = Run(args, env)  # directory, rows, W&B, seeds, checkpoints: nothing that is learnt
 

@@ -17,7 +17,7 @@ initial model, where pi_phi starts.
 is not known which of its options gave their table). Each step is a sample, labelled with its
 episode's outcome, so the cross-entropy is per step; pi_ref is pi_old. The advantage of a step is
 n / (n-1) * (R - mean of R over the first steps of the group's n trajectories), where R is the
-outcome plus the step's summed reward: a leave-one-out baseline from first steps.
+outcome plus the step's summed reward: the baseline is of the first steps.
 
 Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip; and of PRIME's
 release the filter for prompts of medium accuracy, the coefficients of the two parts, and whitening.
@@ -56,17 +56,17 @@ class Args:
     max_steps: int = 10  # Longest episode [steps]; an invalid answer costs a step too.
     max_action_tokens: int = 32  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 3072  # Longest context [tokens]; a longer episode is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, the paper's o_1:t (its runs: 2).
+    history: int = 0  # Past turns that a step sees; 0: all, o_1:t (iStar paper's runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Number of iterations; each has a rollout and its updates.
-    tasks_per_iteration: int = 16  # Tasks per iteration (paper: 16, Sokoban 32).
-    group_size: int = 8  # Episodes per task: a group (paper: G = 8).
+    tasks_per_iteration: int = 16  # Tasks per iteration (iStar paper: 16, Sokoban 32).
+    group_size: int = 8  # Episodes per task: a group (iStar paper: G = 8).
     temperature: float = 1.0  # Sampling temperature in training, and of all log-probabilities.
-    learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; paper: 5e-7 for 7B).
+    learning_rate: float = 5e-4  # Learning rate of the policy (AdamW; iStar paper: 5e-7 for 7B).
     lr_halving: float = 40.0  # Iteration t has the rate lr / (1 + (t-1) / lr_halving); inf: lr.
     minibatches: int = 2  # Optimiser steps per iteration, each on a random share of the episodes.
     max_grad_norm: float = 1.0  # Largest gradient norm; larger gradients are scaled down to it.
-    clip: float = 0.2  # Half width eps of the interval that clips the ratio (paper: 0.2).
+    clip: float = 0.2  # Half width eps of the interval that clips the ratio (iStar paper: 0.2).
     invalid_penalty: float = 0.1  # Subtracted from A at a step whose answer is invalid.
     engine_cap: float = 2.0  # Cap on A's weight, pi_old by the trainer / pi_old by the engine.
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
@@ -242,8 +242,8 @@ def cross_entropy_update(prm: Network, batch, log_ratios, owner, labels, args) -
         (logprobs * slope[micro.tokens].to(logprobs.device)).sum().backward()
     grad_norm = optimizer_step(prm, args)
 
-    accuracy = ((logits > 0) == (labels > 0.5)).double().mean().item()
-    return {"loss": loss.item(), "accuracy": accuracy, "grad_norm": grad_norm}
+    right = (logits.sign() * (2 * labels - 1) + 1) / 2  # a logit of 0: 0.5
+    return {"loss": loss.item(), "accuracy": right.mean().item(), "grad_norm": grad_norm}
 
 
 @ends_cleanly  # Ctrl-C, SIGTERM, a full disk, gradients that are not finite: exits with one line

@@ -201,7 +201,7 @@ def over_batch(function, network: Network, batch, args, only=None, graph=False) 
     """function(network, micro-batch, args) [k] of the whole batch, [K] on the CPU; 0 for sequences
     of which no step is in only [S]. graph: a backward pass adds to the network's gradients; where
     there are several micro-batches it computes each again, in the memory of one."""
-    start = torch.ones((), requires_grad=graph)  # autograd differentiates what depends on one
+    start = torch.ones((), requires_grad=graph)  # a leaf, so that autograd calls backward
     return OverBatch.apply(start, function, network, batch, args, only)
 
 

@@ -10,7 +10,7 @@ FEW = 0.01  # share of the weights; so many are near enough to 0 to move at any 
 NO_PAIR = (
     lambda number, row: number == 0,
     "no outcomes of a group were far enough apart for a preference pair, so nothing is learnt from "
-    "pairs: a smaller --pair-margin or a larger --group-size",
+    "pairs: a larger --group-size, or a smaller --pair-margin if the script has one",
 )
 REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches nothing, what to say)
     "train/truncated": (
@@ -36,11 +36,11 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
     "prm/pairs": NO_PAIR,
     "policy/pairs": NO_PAIR,
 }
-for name, prefix in {"policy": "", "prm": "prm-steps or --prm-", "critic": "critic-"}.items():
-    flat = f"the {name}'s gradient is 0: equal outcomes, certain answers, --beta 0 or --prm-steps 0"
-    REASONS[f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
+for name, prefix in {"policy": "", "prm": "prm-", "critic": "critic-"}.items():
+    flat = f"the {name}'s gradient is 0: equal outcomes, certain answers or --beta 0"
+    REASONS[norm := f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
     said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
-    REASONS[f"{name}/moved"] = lambda share, row: share < FEW, said
+    REASONS[f"{name}/moved"] = lambda share, row, norm=norm: share < FEW and row.get(norm), said
 
 
 def cut_answers(trajectories: list, most: int, stop_ids) -> list[bool]:

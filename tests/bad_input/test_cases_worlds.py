@@ -1200,6 +1200,11 @@ def test_the_first_reason_is_told_and_not_what_follows_from_it(capsys):
     assert told_of([bad] * 9, capsys) == []
 
 
+def test_weights_of_a_network_that_had_no_step_may_stay(capsys):
+    """--prm-steps 0, or the world's own rewards in the place of the PRM's."""
+    assert told_of([MOVES | {"prm/moved": 0.0, "prm/grad_norm": None}] * 4, capsys) == []
+
+
 def test_a_critic_or_a_reward_of_steps_teaches_where_all_outcomes_are_equal(capsys):
     row = MOVES | {"train/dead_groups": 1.0}
     assert told_of([row] * 4, capsys) == []
