@@ -42,7 +42,7 @@ class Args:
     max_steps: int = 10  # Longest episode [steps]; an invalid answer costs a step too.
     max_action_tokens: int = 32  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 3072  # Longest context [tokens]; a longer episode is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, o_1:t (iStar paper's runs: 2).
+    history: int = 0  # Past turns that a step sees; 0: all (iStar paper: o_1:t; its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Number of iterations; each has a rollout and its updates.
     tasks_per_iteration: int = 16  # Tasks per iteration (iStar paper: 16, Sokoban 32).

@@ -1,7 +1,7 @@
 """Ablations of iStar on WebShop: between istar_webshop.py and the paper, and other step rewards.
 
-In float32, without flags, it is istar_webshop.py (which defines the symbols) with RLOO's A^E; in
-bfloat16 A has no --engine-cap. The flags change:
+In float32 and without flags it is istar_webshop.py (which defines the symbols) with RLOO's A^E; in
+bfloat16, or with --async-rollout, A lacks the weight of its --engine-cap. The flags change:
 
     --as-published skill         alpha is not scaled by the PRM's skill.
     --as-published length        Pairs compare all their steps, not the first min(T+, T-).
@@ -50,7 +50,7 @@ class Args:
     max_steps: int = 10  # Longest episode [steps]; an invalid answer costs a step too.
     max_action_tokens: int = 32  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 3072  # Longest context [tokens]; a longer episode is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, o_1:t (iStar paper's runs: 2).
+    history: int = 0  # Past turns that a step sees; 0: all (iStar paper: o_1:t; its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Number of iterations; each has a rollout and its updates.
     tasks_per_iteration: int = 16  # Tasks per iteration (iStar paper: 16, Sokoban 32).
@@ -272,7 +272,7 @@ def prm_update(prm: Network, policy: Network, episodes: list[Trajectory], args) 
 
 def draw(replay: list, args) -> list[list[Trajectory]]:
     """Episodes for each of --prm-steps steps: best and worst of each of two groups of a replay."""
-    if replay and args.prm_replay == 0:  # all new episodes
+    if replay and args.prm_replay == 0:  # all new episodes of groups with a pair
         return [[t for group in replay for t in group]] * args.prm_steps
     groups = random.sample(replay, min(2 * args.prm_steps, len(replay)))
     dealt = [groups[step :: args.prm_steps] for step in range(min(args.prm_steps, len(groups)))]

@@ -17,7 +17,7 @@ initial model, where pi_phi starts.
 is not known which of its options gave their table). Each step is a sample, labelled with its
 episode's outcome, so the cross-entropy is per step; pi_ref is pi_old. The advantage of a step is
 n / (n-1) * (R - mean of R over the first steps of the group's n trajectories), where R is the
-outcome plus the step's summed reward: the baseline is of the first steps.
+outcome plus the step's summed reward; at a first step this is R minus the mean of others' R.
 
 Left out, as in istar_webshop.py: KL to a reference, entropy bonus, dual clip; and of PRIME's
 release the filter for prompts of medium accuracy, the coefficients of the two parts, and whitening.
@@ -56,7 +56,7 @@ class Args:
     max_steps: int = 10  # Longest episode [steps]; an invalid answer costs a step too.
     max_action_tokens: int = 32  # Longest answer [tokens]; a model that reasons needs 512.
     max_context_tokens: int = 3072  # Longest context [tokens]; a longer episode is truncated.
-    history: int = 0  # Past turns that a step sees; 0: all, o_1:t (iStar paper's runs: 2).
+    history: int = 0  # Past turns that a step sees; 0: all (iStar paper: o_1:t; its runs: 2).
     seed: int = 1  # Seed of tasks, sampling and initialisation.
     iterations: int = 80  # Number of iterations; each has a rollout and its updates.
     tasks_per_iteration: int = 16  # Tasks per iteration (iStar paper: 16, Sokoban 32).

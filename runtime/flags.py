@@ -42,7 +42,7 @@ class RunArgs:
     """Tasks for evaluation: the panel, which is reported, or those on which settings are chosen."""
     eval_tasks: int = 128  # Number of evaluation tasks, the first ones of the world's list.
     eval_samples: int = 2  # Episodes per task in an evaluation.
-    eval_temperature: float = 0.4  # Sampling temperature in evaluation (paper: 0.4); 0: greedy.
+    eval_temperature: float = 0.4  # Temperature in evaluation (iStar paper: 0.4); 0: greedy.
     runs_dir: str = "runs"  # Directory in which runs are kept.
     run_name: str = ""  # Name of this run's directory in --runs-dir; empty: script, seed and time.
     resume: str = ""  # Run to continue (runs/NAME); auto: the one that this command began.

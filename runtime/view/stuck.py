@@ -37,7 +37,7 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
     "policy/pairs": NO_PAIR,
 }
 for name, prefix in {"policy": "", "prm": "prm-", "critic": "critic-"}.items():
-    flat = f"the {name}'s gradient is 0: equal outcomes, certain answers or --beta 0"
+    flat = f"the {name}'s gradient is 0: equal outcomes, certain answers or --beta 0 (DPO, a PRM)"
     REASONS[norm := f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
     said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
     REASONS[f"{name}/moved"] = lambda share, row, norm=norm: share < FEW and row.get(norm), said

@@ -1201,7 +1201,7 @@ def test_the_first_reason_is_told_and_not_what_follows_from_it(capsys):
 
 
 def test_weights_of_a_network_that_had_no_step_may_stay(capsys):
-    """--prm-steps 0, or the world's own rewards in the place of the PRM's."""
+    """--prm-steps 0, or the world's own rewards in place of the PRM's."""
     assert told_of([MOVES | {"prm/moved": 0.0, "prm/grad_norm": None}] * 4, capsys) == []
 
 
