@@ -732,6 +732,7 @@ def test_cross_entropy_learns_a_planted_difference(script):
     prm.optimizer = torch.optim.AdamW(prm.trained, lr=1e-2)
     stats = [module.cross_entropy_update(prm, *planted(seed), args) for seed in range(20)]
     assert stats[0]["loss"] == pytest.approx(math.log(2), rel=1e-5) and stats[0]["grad_norm"] > 0
+    assert stats[0]["accuracy"] == 0.5  # rewards of 0, neither right nor wrong
     assert stats[-1]["loss"] < stats[0]["loss"] - 0.05 and stats[-1]["accuracy"] > 0.9
     after = dict(prm.model.named_parameters())
     moved_names = {name for name in before if not torch.equal(after[name], before[name])}
