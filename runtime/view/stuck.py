@@ -38,9 +38,9 @@ REASONS = {  # column of metrics.jsonl: (whether a row of this value teaches not
 }
 for name, prefix in {"policy": "", "prm": "prm-", "critic": "critic-"}.items():
     flat = f"the {name}'s gradient is 0: equal outcomes, certain answers or --beta 0 (DPO, a PRM)"
-    REASONS[norm := f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
+    REASONS[grad := f"{name}/grad_norm"] = lambda norm, row: norm == 0, flat
     said = f"the {name}'s weights stay: --{prefix}learning-rate is 0, or below their precision"
-    REASONS[f"{name}/moved"] = lambda share, row, norm=norm: share < FEW and row.get(norm), said
+    REASONS[f"{name}/moved"] = lambda share, row, grad=grad: share < FEW and row.get(grad), said
 
 
 def cut_answers(trajectories: list, most: int, stop_ids) -> list[bool]:
