@@ -15,7 +15,7 @@ answer; pi_old: the policy that sampled this iteration's episodes; pi_theta: the
 pi_phi starts as a full copy of the policy, and makes one update per iteration, on all pairs of the
 iteration's episodes, over all of their steps. Rewards are computed before this update, as in the
 authors' code. No KL to a reference, entropy bonus or dual clip. The paper has no ALFWorld: with its
-alpha 1 the tiny model forgets what it knew (docs/worlds.md), so alpha and the PRM's rate are lower.
+alpha 1 success falls (docs/results/alfworld.md), so alpha and the PRM's rate are lower here.
 istar_alfworld.py is the same script with our changes; the diff of the two shows them.
 
     python istar_paper_alfworld.py                    # the tiny model: 40 minutes on one CPU core

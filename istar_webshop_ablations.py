@@ -15,7 +15,7 @@ bfloat16, or with --async-rollout, A lacks the weight of its --engine-cap. The f
     --step-reward token          Each token has a reward, an advantage and a ratio.
     --step-reward head           A linear head (arXiv 2507.07981): no average, no regression.
     --normalise-over turn        A^S compares the steps of a turn in a group; batch: all steps.
-    --ratio token                Each token has a ratio; step-mean: the mean of a step's (GSPO).
+    --ratio token                A ratio per token; step-mean: a step's geometric mean (GSPO).
 
 istar_paper_webshop.py: --as-published skill length credit preference average --prm-lora-rank 0
 --prm-replay 0 --prm-steps 1 --prm-ridge 0 --beta 0.05 --lr-halving inf, at its learning rates.

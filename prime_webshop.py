@@ -7,7 +7,7 @@ sampled this iteration's episodes; pi_theta: the policy in training; pi_phi: the
 initial model, where pi_phi starts.
 
     token reward   r(y_k) = beta * (log pi_phi(y_k|.) - log pi_ref(y_k|.)),  L(tau) = sum_k r(y_k)
-    PRM            min_phi -E r_o log sigmoid(L(tau)) + (1 - r_o) log(1 - sigmoid(L(tau)))
+    PRM            min_phi -E[r_o log sigmoid(L(tau)) + (1 - r_o) log(1 - sigmoid(L(tau)))]
     advantage      A(y_k) = sum over l >= k of (r(y_l) - B(tau)) + r_o(tau) - mean of others' r_o,
                    B(tau) = mean over the group's others of their mean token reward
     policy         max_theta E min(rho A, clip(rho, 1-eps, 1+eps) A),
@@ -72,7 +72,7 @@ class Args:
     policy_lora_rank: int = 0  # Rank of the policy's LoRA adapter; 0: all parameters train.
 
     variant: Literal["prime", "istar-code"] = "prime"
-    """PRIME as published, or the variant that iStar's authors compare with (see above)."""
+    """PRIME as published, or the variant in a copy of iStar's release (see above)."""
     beta: float = 0.05  # Scale beta of the PRM's rewards and loss (paper: 0.05).
     prm_learning_rate: float = 1e-3  # Learning rate of the PRM (AdamW; paper: 1e-6 for 7B).
     prm_weight_decay: float = 0.01  # Weight decay of the PRM, towards the initial model.

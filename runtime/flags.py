@@ -46,7 +46,7 @@ class RunArgs:
     runs_dir: str = "runs"  # Directory in which runs are kept.
     run_name: str = ""  # Name of this run's directory in --runs-dir; empty: script, seed and time.
     resume: str = ""  # Run to continue (runs/NAME); auto: the one that this command began.
-    override: tuple[str, ...] = ()  # Flags that may differ where --resume continues: seed clip.
+    override: tuple[str, ...] = ()  # Flags that --resume lets differ: e.g. seed clip.
     save_every: int = 0  # Iterations between checkpoints; 0: as often as takes 5 % of the time.
     keep: int = 2  # Number of latest checkpoints that are kept; the best evaluation's is kept too.
     processes: int = 1  # Number of processes that the launcher started (docs/many-gpus.md).

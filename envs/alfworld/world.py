@@ -56,8 +56,8 @@ class AlfWorldArgs:
     there, or all but help (as in published work)."""
 
     anchor: Literal["state", "text"] = "state"
-    """State that groups steps in GiGPO and GraphGPO: the true state of the house, or the engine's
-    last answer (as published)."""
+    """State that groups steps in GiGPO, GraphGPO, G2PO and GAGPO: the true state of the house, or
+    the engine's last answer (as published)."""
 
     inadmissible: Literal["valid", "invalid"] = "invalid"
     """Whether a command that cannot be executed now is an invalid or a valid action (as published).
