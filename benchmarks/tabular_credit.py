@@ -8,7 +8,8 @@ a table too, pi_old times exp(D), fitted by trajectory DPO to past groups, score
 trusted by its skill), and RLOO with the true credit (truth) learn with Adam at several rates.
 Nothing generalises here, so what the PRM adds is what it knows sooner than the policy. A row has
 the success after so many iterations, the mean over --seeds seeds that learn side by side, with the
-standard error of the last, and the share of the way from none to truth where it last had 0.10.
+standard error of the last; the last line of a rate has the share of truth's gain over none that
+prm has, where that gain is at least 0.1.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=32)
     seeds = parser.parse_args().seeds
     torch.set_num_threads(1)
-    titles = ["rate", "credit", *[f"{iteration}" for iteration in SHOWN], "of the way"]
+    titles = ["rate", "credit", *[f"{iteration}" for iteration in SHOWN]]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for rate in (0.02, 0.03, 0.05, 0.1, 0.2, 0.4):
         found = {credit: train(credit, rate, seeds) for credit in ("none", "prm", "truth")}
@@ -124,12 +125,10 @@ def main():
         for credit, success in found.items():
             error = success[:, -1].std().item() / seeds**0.5
             cells = [f"{mean:.3f}" for mean in means[credit].tolist()]
-            way = ""
-            if credit == "prm":
-                gaps = means["prm"] - means["none"], means["truth"] - means["none"]
-                half = [g for g in zip(*(gap.tolist() for gap in gaps)) if g[1] >= 0.1]
-                way = f"{half[-1][0] / half[-1][1]:.2f}" if half else ""
-            lines.append(f"| {rate} | {credit} | {' | '.join(cells)} ({error:.3f}) | {way} |")
+            lines.append(f"| {rate} | {credit} | {' | '.join(cells)} ({error:.3f}) |")
+        gaps = [(means[credit] - means["none"]).tolist() for credit in ("prm", "truth")]
+        cells = [f"{prm / truth:.2f}" if truth >= 0.1 else "" for prm, truth in zip(*gaps)]
+        lines.append(f"| {rate} | share | {' | '.join(cells)} |")
     table = "\n".join(lines) + "\n"
     (RESULTS / "tabular-credit.md").write_text(table)
     print(table)
