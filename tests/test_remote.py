@@ -423,6 +423,26 @@ def test_another_server_takes_over_what_a_lost_one_owed(fake, tmp_path):
         assert time.monotonic() - began < 20
 
 
+def test_a_server_that_hangs_delays_one_update_alone(fake, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(servers, "BACK_WITHIN", 1.0)
+    hung, model, goes_on = Fake(), tiny(), threading.Event()
+    hung.lock = threading.Lock()
+    with listening(hung) as url:
+        engine = engine_of(args_for(fake[1], url), tmp_path)
+        engine.load(model)
+        hung.wrong = lambda path, body: goes_on.wait() and None
+        took = []
+        for update in (1, 2, 3):
+            move(model, update)
+            began = time.monotonic()
+            engine.load(model)
+            took.append(time.monotonic() - began)
+        goes_on.set()
+        assert took[0] > 1.0 > 2 * max(took[1:]), took
+        assert gap(engine, model, engine.args, contexts_of(model)) < 1e-4
+    assert "does not answer (SocketTimeoutError); it is waited for" in capsys.readouterr().out
+
+
 def test_a_server_that_came_back_unseen_does_not_sample_with_its_own_weights(fake, tmp_path):
     for rank in (0, 4):
         args, model = args_for(fake[1], rank=rank), tiny()

@@ -28,7 +28,8 @@ import aiohttp
 import torch
 from safetensors.torch import save_file
 
-BACK_WITHIN = 600.0  # seconds that all servers may be away
+SAMPLED_WITHIN = 1800.0  # seconds of a server for an answer
+BACK_WITHIN = 600.0  # seconds that all servers may be away, or that one may take for weights
 SEEN_WITHIN = 10.0  # seconds until the first weights are seen, by whatever file system
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
 TRIES = 3  # losses in a row, for each server, without a sample
@@ -113,16 +114,16 @@ class ServerEngine:
 
     def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
-        waits = aiohttp.ClientTimeout(None, sock_connect=10.0, sock_read=1800.0)  # seconds
         pool = aiohttp.TCPConnector(limit=256 * len(self.servers))
-        self.client = aiohttp.ClientSession(timeout=waits, connector=pool, trust_env=True)
+        self.client = aiohttp.ClientSession(connector=pool, trust_env=True)
         return self.client
 
-    async def call(self, server: Server, path: str, content: dict | None = None) -> str:
+    async def call(self, server, path: str, content: dict | None = None, within=None) -> str:
         """The answer to a request: GET where nothing is sent. Raises LostError, EngineError."""
         request, url = self.client.get if content is None else self.client.post, server.url + path
+        waits = aiohttp.ClientTimeout(None, sock_connect=10.0, sock_read=within or BACK_WITHIN)
         try:
-            async with request(url, json=content, allow_redirects=False) as response:
+            async with request(url, json=content, timeout=waits, allow_redirects=False) as response:
                 text = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LostError(f"{server.url} does not answer ({type(error).__name__})") from error
@@ -212,7 +213,7 @@ class ServerEngine:
             request["model"] = weights.adapter.name
         server.in_flight += 1
         try:
-            answer = await self.call(server, "/inference/v1/generate", request)
+            answer = await self.call(server, "/inference/v1/generate", request, SAMPLED_WITHIN)
         finally:
             server.in_flight -= 1
         try:
@@ -259,7 +260,8 @@ class ServerEngine:
         end = time.monotonic() + within
         while True:
             missing = [server for server in self.servers if server.weights != self.weights]
-            reasons = await asyncio.gather(*map(self.bring, missing))
+            hopeful = [server for server in missing if not server.is_lost] or missing
+            reasons = await asyncio.gather(*map(self.bring, hopeful))  # serve() brings the others
             if self.ready_servers():
                 return
             if time.monotonic() > end:
