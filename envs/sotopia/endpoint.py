@@ -136,7 +136,8 @@ class Endpoint:
 
     key: the environment variable that holds the key. timeout: of one try [s]. tries: of one
     request. pause: before the second try [s]. `counts` has asked, answered, retries, and the reason
-    of each failed try. Connections belong to the event loop that runs: another loop has its own.
+    of each failed try. A connection serves one request, as each rollout has an event loop of its
+    own: one that stays open would be left to the garbage collector.
     """
 
     def __init__(self, url, model, key, in_flight=64, timeout=120.0, tries=5, pause=1.0):
@@ -165,8 +166,13 @@ class Endpoint:
         self.random = random.Random()  # waits draw nothing from the run's numbers
 
     def connections(self):
+        import httpx2
+
         headers = {"accept-encoding": "gzip, deflate"}
-        return self.openai.DefaultAsyncHttpxClient(event_hooks=self.hooks, headers=headers)
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        return self.openai.DefaultAsyncHttpxClient(
+            event_hooks=self.hooks, headers=headers, limits=limits
+        )
 
     def enter_loop(self) -> None:
         """Use connections and a semaphore of the event loop that runs now."""

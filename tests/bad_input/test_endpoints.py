@@ -1,11 +1,13 @@
 """What an endpoint may send: one table of answers, each asked for once, in this process."""
 
 import asyncio
+import gc
 import gzip
 import json
 import resource
 import time
 import zlib
+from pathlib import Path
 
 from envs.sotopia import Endpoint, EndpointError
 
@@ -145,6 +147,27 @@ def test_an_answer(name):
         assert time.monotonic() - start < SECONDS
         assert memory() - before < MEMORY
     assert found == expected
+
+
+def test_rollouts_leave_no_connections_open():
+    """Each has an event loop of its own."""
+    with serve(lambda number, body: "fine") as server:
+        endpoint = Endpoint(server.url, "m", "NO_KEY")
+
+        async def rollout():
+            asked = [endpoint.ask([{"role": "user", "content": "hello"}]) for _ in range(8)]
+            return await asyncio.gather(*asked)
+
+        gc.collect()
+        gc.disable()  # with a trainer's objects it runs rarely
+        try:
+            held = []
+            for _ in range(4):
+                assert asyncio.run(rollout()) == 8 * ["fine"]
+                held.append(len([*Path("/proc/self/fd").iterdir()]))
+        finally:
+            gc.enable()
+    assert held[-1] < held[0] + 8, held
 
 
 def test_nothing_of_the_environment_leaves(monkeypatch):
