@@ -303,6 +303,8 @@ class TextGame:
     @classmethod
     def from_args(cls, args) -> "TextGame":
         """The environment of a script's flags; exits with one line where it cannot be."""
+        if args.run_args.async_rollout:
+            sys.exit("--async-rollout: a text game sets the generators that the trainer draws from")
         try:
             return cls(args.world.game, args.max_steps)
         except GameError as error:

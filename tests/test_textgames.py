@@ -224,8 +224,9 @@ LINES = {
 }
 
 
-def line_of(game: str) -> str:
-    args = SimpleNamespace(world=SimpleNamespace(game=game), max_steps=15)
+def line_of(game: str, async_rollout: bool = False) -> str:
+    run_args = SimpleNamespace(async_rollout=async_rollout)
+    args = SimpleNamespace(world=SimpleNamespace(game=game), max_steps=15, run_args=run_args)
     with pytest.raises(SystemExit) as stop:
         TextGame.from_args(args)
     return stop.value.code
@@ -236,6 +237,11 @@ def test_a_game_that_cannot_be_is_one_line(game, fakes):
     line = line_of(game)
     assert line.startswith(f"--game {game}: {LINES[game]}") and "\n" not in line
     assert "-train" not in line and "Duel" not in line.partition(": ")[2]
+
+
+def test_a_thread_does_not_play_what_sets_the_trainers_generators(fakes):
+    line = line_of("textarena:Doors-v0", async_rollout=True)
+    assert line.startswith("--async-rollout: a text game sets the generators")
 
 
 @pytest.mark.parametrize("game", FAKES)
