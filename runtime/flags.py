@@ -226,7 +226,7 @@ def kinds_of(args_class) -> dict[str, Flag]:
 
 def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
     """The command line as tyro reads it; exits with one line that names what is wrong in it."""
-    words, checked = [*argv], []
+    words, checked, lists = [*argv], [], {}  # {flag: values}, of each time that it is given
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
@@ -248,7 +248,7 @@ def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
             values += [words.pop(0) for word in takewhile(lambda w: w[:2] != "--", [*words])]
             if value.startswith("["):
                 try:
-                    values = [*map(str, ast.literal_eval(value))]
+                    values[:1] = map(str, ast.literal_eval(value))
                 except (ValueError, SyntaxError):
                     refuse(name, value, "no list, as in ['a', 'b']")
         elif not equals:
@@ -258,8 +258,11 @@ def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
         for value in values:
             if reason := flags[name].refusal(value):
                 refuse(name, "..." if name.endswith("url") else value, reason)  # it may hold a key
-        checked += [f"{flag}={value}"] if get_origin(kind) is not tuple else [flag, *values]
-    return checked
+        if get_origin(kind) is tuple:
+            lists.setdefault(flag, []).extend(values)
+        else:
+            checked.append(f"{flag}={value}")
+    return checked + [word for flag, values in lists.items() for word in (flag, *values)]
 
 
 def is_flag(word: str, flags: dict[str, Flag]) -> bool:

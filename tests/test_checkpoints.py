@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -335,8 +336,9 @@ def test_a_prm_that_is_a_model_and_a_scripts_lists_are_brought_back(run):
     first, second = networks_of(1, prm="model"), networks_of(2, prm="model")
     history = save(run, first, 1, lists=lists_of(1))
     save(run, second, 2, history=history, lists=lists_of(2))
-    networks, replay, accuracies = networks_of(3, prm="model"), [], [9.0]
-    assert load_checkpoint(run, networks, {"replay": replay, "accuracies": accuracies})[0] == 2
+    networks, replay, accuracies, added = networks_of(3, prm="model"), [], [9.0], []
+    lists = {"replay": replay, "accuracies": accuracies, "added": added}  # by an edited script
+    assert load_checkpoint(run, networks, lists)[0] == 2 and added == []
     assert same(parameters_of(networks), parameters_of(second))
     assert told_in({"replay": replay, "accuracies": accuracies}) == told_in(lists_of(2))
     assert len(replay) == 4 and accuracies == lists_of(2)["accuracies"]
@@ -718,10 +720,21 @@ def test_sigterm_stops_in_seconds_and_a_scheduler_starts_the_same_command_again(
     assert line.startswith("stopped by SIGTERM: iteration")
     done = run_main(ISTAR, *flags, cwd=tmp_path)
     (run,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(ISTAR + r"-9-\d{8}-\d{6}-\d{6}", run.name)
     assert f"goes on with runs/{run.name}" in done.stdout
     assert_equal_runs(run, straight)
     starts = json.loads((run / "run.json").read_text())["starts"]
     assert len(starts) == 2 and len({start["wandb_id"] for start in starts}) == 1
+
+
+def test_resume_auto_goes_on_with_a_run_whose_flags_are_overridden(straight, tmp_path):
+    shutil.copytree(straight, tmp_path / "runs/straight", symlinks=True)
+    flags = ["--engine", "hf", *small(ISTAR), "--iterations", "4", "--clip", "0.3"]
+    flags += ["--resume", "auto", "--override"]
+    done = run_main(ISTAR, *flags, "clip", cwd=tmp_path)
+    assert "goes on with runs/straight" in done.stdout
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["straight"]
+    assert rows(tmp_path / "runs/straight")[-1]["iteration"] == 4
 
 
 def test_a_bit_that_flips_between_two_starts_costs_an_iteration_not_the_run(straight, tmp_path):

@@ -110,6 +110,8 @@ def test_a_list_may_be_written_as_a_sweep_writes_it(script, parsed):
     }.items():
         args = parsed(script, written, "--seed", "3")
         assert args.run_args.override == expected and args.seed == 3
+    several = ["--override=['seed']", "clip", "--seed", "3", "--override", "keep"]
+    assert parsed(script, *several).run_args.override == ("seed", "clip", "keep")
     with pytest.raises(SystemExit) as stop:
         parsed(script, "--override=['learning_rate'")
     assert stop.value.code == "--override ['learning_rate': no list, as in ['a', 'b']"

@@ -246,8 +246,7 @@ def install(path: Path, network: Network) -> None:
             state[parameter][moment[0]] = target
         own, rows = [], fsdp.rows(parameter)
         for piece in found:
-            is_here = (rows >= 0) & (rows < len(piece))
-            own.append(piece[rows[is_here]])
+            own.append(piece[rows[(rows >= 0) & (rows < len(piece))]])
             rows -= len(piece)
         fsdp.local(target.detach()).copy_(torch.cat(own))
         if hasattr(target, "rounded"):
@@ -265,7 +264,7 @@ def load_checkpoint(run: Path, networks: list[Network], lists: dict) -> tuple[in
             install(path, network)
             network.skips = about["skipped"].get(network.name, 0)
         for name, given in lists.items():
-            given[:] = about["lists"][name]
+            given[:] = about["lists"].get(name, given)  # of an edited script it may be new
     if is_first:
         for name in ("episodes.jsonl", "eval_episodes.jsonl", "metrics.jsonl"):  # the last one
             rows = cut_table(run / name, iteration if path else -1)

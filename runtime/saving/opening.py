@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import uuid
 from datetime import datetime
 from hashlib import sha256
@@ -55,12 +54,13 @@ def open_run(run, hashes: dict[str, str]) -> None:
     """Give the run its directory, lock and W&B run, new or those of --resume; or exit with why."""
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
+    override = {name.replace("-", "_").strip("_") for name in run_args.override}
     if auto:
-        run_args.resume = str(find_run(args, script) or "")
+        run_args.resume = str(find_run(args, script, override) or "")
         found = run_args.resume and f"goes on with {run_args.resume}"
         terminal.say(f"--resume auto: {found or 'nothing to go on with, a new run'}")
     resume, starts, start = run_args.resume, [], provenance(args, run.env, hashes)
-    name = run_args.run_name or f"{script}-{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = run_args.run_name or f"{script}-{args.seed}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     path = Path(resume or Path(run_args.runs_dir, name))
     is_there = os.path.isfile(path / "args.json")
     if run_args.override and not resume and not auto:
@@ -77,7 +77,7 @@ def open_run(run, hashes: dict[str, str]) -> None:
             saved, starts = record_of(path)
         except DamagedError as error:
             sys.exit(f"--resume {path}: {error}; without it the run cannot go on")
-        refuse_other_flags(path, script, saved, starts, start, args)
+        refuse_other_flags(path, script, saved, starts, start, args, override)
         if run_args.run_name not in ("", path.absolute().name):
             terminal.warn(f"--run-name {run_args.run_name}: --resume {resume} keeps the run's name")
         now, then = start["hashes"], starts[-1]["hashes"]
@@ -115,14 +115,14 @@ def record_of(path: Path) -> tuple[dict, list[dict]]:
     return flags, starts
 
 
-def find_run(args, script: str) -> Path | None:
+def find_run(args, script: str, override: set[str]) -> Path | None:
     """The run that `--resume auto` goes on with. A damaged one is skipped, and named."""
     run_args = args.run_args
     if run_args.run_name:
         named = Path(run_args.runs_dir, run_args.run_name)
         return named if (named / "args.json").exists() else None
-    ours = flags_of(args)
-    flags = {name: value for name, value in ours.items() if name not in FREE}
+    ours, free = flags_of(args), {*FREE, *override}
+    flags = {name: value for name, value in ours.items() if name not in free}
     paths = [path for path in Path(run_args.runs_dir).glob("*/") if (path / "args.json").exists()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
@@ -137,10 +137,9 @@ def find_run(args, script: str) -> Path | None:
     return None
 
 
-def refuse_other_flags(path: Path, script: str, saved: dict, starts: list, start: dict, args):
-    """Exit with all flags, files and tasks that differ from the run's and are not in --override."""
+def refuse_other_flags(path, script, saved: dict, starts: list, start: dict, args, override):
+    """Exit with all flags, files and tasks that differ from the run's and are not in override."""
     ours = flags_of(args)
-    override = {name.replace("-", "_").strip("_") for name in args.run_args.override}
     if unknown := override - ours.keys():
         sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
     if starts[0]["script"] != script:
@@ -214,7 +213,7 @@ def provenance(args, env, hashes: dict[str, str]) -> dict:
     hardware = {"cpu": cpu[1] if cpu else platform.machine(), "gpu": gpus}
     hardware |= {"cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1)}
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": f"{datetime.now().astimezone():%Y-%m-%dT%H:%M:%S%z}",
         "world": env.name,
         "command": shlex.join([sys.executable, *sys.argv]),
         "seed": args.seed,
