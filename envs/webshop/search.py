@@ -1,8 +1,9 @@
 """Search of WebShop (Yao et al. 2022, arXiv 2207.01206): an English analyser and BM25.
 
-Plain Python and numpy. The original asks Lucene through a Java virtual machine. The rankings here
-are equal to Lucene's, ties included, which takes three things that ready-made BM25 packages leave
-out: Unicode word boundaries (UAX #29), the document length kept in one byte, and float32 scores.
+With numpy, regex and nltk's stemmer. The original asks Lucene through a Java virtual machine. The
+rankings here are equal to Lucene's, ties included, which takes three things that ready-made BM25
+packages leave out: Unicode word boundaries (UAX #29), the document length kept in one byte, and
+float32 scores.
 """
 
 import functools

@@ -473,9 +473,10 @@ class WebShop:
     its score (0..1) or its success (1.0 for the score 1.0, else 0.0). Raises DataError for data
     that cannot be used.
 
-    Tasks 0 to 499 are the evaluation panel and the rest trains, as the original splits; of fewer
-    than 1,000 goals the first half evaluates. All goals are used by that, so `validation_tasks`,
-    numbered after them, have goals of their own (catalogue.make_validation_goals).
+    Tasks 0 to 499 are the evaluation panel, as in the original, and the rest trains (the original
+    also holds 500 to 1,499 out); of fewer than 1,000 goals the first half evaluates. All goals are
+    used by that, so `validation_tasks`, numbered after them, have goals of their own
+    (catalogue.make_validation_goals).
     """
 
     def __init__(

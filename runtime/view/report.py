@@ -131,9 +131,8 @@ def draw_curve(rows: list[dict], run: Path) -> None:
     }
     if credit := {key: of for key, of in CREDIT.items() if any(has(row, key) for row in rows)}:
         panels["credit"] = credit
-    count = len(panels)
-    figure = Figure(figsize=(10, 3 * count))
-    axes = figure.subplots(count, 2, sharex="col", sharey="row")
+    figure = Figure(figsize=(10, 3 * len(panels)))
+    axes = figure.subplots(len(panels), 2, sharex="col", sharey="row")
     scales = [("iteration", 1, "iteration"), ("time/elapsed", 60, "minutes of training")]
     for pair, (name, lines) in zip(axes, panels.items()):
         for axis, (x, scale, label) in zip(pair, scales):
@@ -148,9 +147,9 @@ def draw_curve(rows: list[dict], run: Path) -> None:
 
 
 def summary(run) -> None:
-    """Print success on the panel, before and after, and the world's own measures."""
+    """Print success on the tasks that evaluate, before and after, and the world's own measures."""
     given, env = run.args.run_args, run.eval_env
-    panel = f"{given.eval_tasks} tasks x {given.eval_samples} samples"
+    panel = f"{given.eval_tasks} {given.eval_set} tasks x {given.eval_samples} samples"
     say(f"{env.name}, {panel} at temperature {given.eval_temperature}")
     say("iterations   minutes   success (standard error)   score")
     keys = "time/elapsed", "eval/success", "eval/success_error", "eval/score"
@@ -162,8 +161,7 @@ def summary(run) -> None:
         say(f"{row['iteration']:10} {seconds / 60:9.1f}   {mean}   {score:.3f}")
     for key in getattr(env, "measures", ()):
         if all(has(row, f"eval/{key}") for row in ends):
-            values = " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends)
-            say(f"{key}: {values}")
+            say(f"{key}: " + " -> ".join(f"{row[f'eval/{key}']:.2f}" for row in ends))
 
 
 def write_page(run) -> None:

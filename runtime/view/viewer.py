@@ -19,7 +19,7 @@ PAGE = Path(__file__).parent / "page"
 FILES = {"train": "episodes.jsonl", "eval": "eval_episodes.jsonl"}
 MOST = 10_000  # episodes of a page
 TEXTS = ("observation", "action", "picture")  # of a step; every other column is a number
-COLOURED = """implicit_reward ground_truth_reward progress_reward reward advantage step_advantage
+COLOURED = """implicit_reward ground_truth_reward reward advantage step_advantage
 episode_advantage progress""".split()  # what steps can be coloured by, if they have it
 PICTURE = re.compile("pictures/([0-9a-f]{16})[.]png")  # of a step, as report.py names them
 WITHIN = 0.95  # share of the steps other than 0 that lie within the colours' scale
@@ -30,8 +30,7 @@ def write_page(runs: list[Path], out: Path | None = None, most: int = MOST) -> P
     read = [read_run(run, most) for run in runs]
     out = out or runs[0] / f"{'-against-'.join(['view', *(r['name'] for r in read[1:])])}.html"
     packs = {}  # {id of an element of the page: what it holds}
-    chunks = [(path, kept) for path, run in zip(runs, read) for kept in run["sets"]]
-    for number, (path, kept) in enumerate(chunks):
+    for number, (path, kept) in enumerate((p, k) for p, r in zip(runs, read) for k in r["sets"]):
         steps, kept["chunk"] = kept.pop("steps"), number
         plain = json.dumps(steps | {"texts": [*steps["texts"]]}, separators=(",", ":")).encode()
         packs[f"chunk-{number}"] = b64encode(gzip.compress(plain, 5, mtime=0)).decode()

@@ -217,11 +217,12 @@ function drawHead() {
     const successes = run.metrics["eval/success"] || [];
     const seen = run.iterations.filter((_, i) => successes[i] !== null && i < successes.length);
     const values = successes.filter((x) => x !== null);
+    const validates = run.flags.eval_set === "validation";
     const facts = [run.script, run.described, `${run.iterations.at(-1) ?? 0} iterations`];
     if (values.length) {
       const change = values.length > 1 ? ` to ${values.at(-1).toFixed(3)}` : "";
       const where = values.length > 1 ? `iterations ${seen[0]} and ${seen.at(-1)}` : "the start";
-      facts.push(`success on the panel ${values[0].toFixed(3)}${change} (${where})`);
+      facts.push(`success on the ${validates ? "validation tasks" : "panel"} ${values[0].toFixed(3)}${change} (${where})`);
     }
     const name = runs.length > 1 ? [runKey(n), el("b", {}, characters(run.name)), ": "] : [];
     const flags = JSON.stringify(run.flags, null, 1).slice(2, -2);
