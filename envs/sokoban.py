@@ -222,8 +222,8 @@ def train_room(task: int, size: int, num_boxes: int) -> Room:
 class SokobanArgs:
     """The flags of this world."""
 
-    num_boxes: int = 1  # Boxes in a room; 2 are much harder than 1.
-    room_size: int = 6  # Side of the room [cells], walls included.
+    num_boxes: int = 1  # Boxes in a room; 2 are much harder, and 3 take long to find at the start.
+    room_size: int = 6  # Side of the room [cells], walls included; large ones take longer to find.
 
 
 class Sokoban:
