@@ -249,7 +249,7 @@ def check_words(argv: list[str], flags: dict[str, Flag]) -> list[str]:
             if value.startswith("["):
                 try:
                     values[:1] = map(str, ast.literal_eval(value))
-                except (ValueError, SyntaxError):
+                except (ValueError, SyntaxError, TypeError):
                     refuse(name, value, "no list, as in ['a', 'b']")
         elif not equals:
             if not words or is_flag(words[0], flags):

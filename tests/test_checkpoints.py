@@ -735,6 +735,8 @@ def test_resume_auto_goes_on_with_a_run_whose_flags_are_overridden(straight, tmp
     assert "goes on with runs/straight" in done.stdout
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["straight"]
     assert rows(tmp_path / "runs/straight")[-1]["iteration"] == 4
+    said = run_main(ISTAR, *flags, "clipp", cwd=tmp_path, check=False).stderr
+    assert said.strip() == "--override clipp: no such flag"
 
 
 def test_a_bit_that_flips_between_two_starts_costs_an_iteration_not_the_run(straight, tmp_path):

@@ -28,8 +28,8 @@ import aiohttp
 import torch
 from safetensors.torch import save_file
 
-SAMPLED_WITHIN = 1800.0  # seconds of a server for an answer
-BACK_WITHIN = 600.0  # seconds that all servers may be away, or that one may take for weights
+BACK_WITHIN = 600.0  # seconds that all servers may be away, or one may take for weights
+HEALTHY_WITHIN = 10.0  # seconds in which a server that does not hang says so
 SEEN_WITHIN = 10.0  # seconds until the first weights are seen, by whatever file system
 PAUSE = 1.0  # seconds until a server that did not answer is asked again
 TRIES = 3  # losses in a row, for each server, without a sample
@@ -114,16 +114,16 @@ class ServerEngine:
 
     def connected(self):
         """Around everything that servers are asked: one pool of connections for all of them."""
+        waits = aiohttp.ClientTimeout(None, sock_connect=10.0, sock_read=1800.0)  # seconds
         pool = aiohttp.TCPConnector(limit=256 * len(self.servers))
-        self.client = aiohttp.ClientSession(connector=pool, trust_env=True)
+        self.client = aiohttp.ClientSession(timeout=waits, connector=pool, trust_env=True)
         return self.client
 
-    async def call(self, server, path: str, content: dict | None = None, within=None) -> str:
+    async def call(self, server: Server, path: str, content: dict | None = None) -> str:
         """The answer to a request: GET where nothing is sent. Raises LostError, EngineError."""
         request, url = self.client.get if content is None else self.client.post, server.url + path
-        waits = aiohttp.ClientTimeout(None, sock_connect=10.0, sock_read=within or BACK_WITHIN)
         try:
-            async with request(url, json=content, timeout=waits, allow_redirects=False) as response:
+            async with request(url, json=content, allow_redirects=False) as response:
                 text = (await response.read()).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LostError(f"{server.url} does not answer ({type(error).__name__})") from error
@@ -178,10 +178,7 @@ class ServerEngine:
         """Broadcast a whole policy to a server's workers. Raises LostError, EngineError."""
         sent = Future()  # of a daemon: a broadcast to a worker that has died never returns
         threading.Thread(target=server.receive, args=(self.memory, sent), daemon=True).start()
-        await asyncio.wait([asyncio.wrap_future(sent)], timeout=BACK_WITHIN)
-        if not sent.done():
-            raise EngineError(f"{server.url} took no weights in {BACK_WITHIN:.0f} s")
-        if error := sent.result():
+        if error := await asyncio.wrap_future(sent):
             raise LostError(f"{server.url} took no weights ({first_line(error)})") from error
 
     async def sample(self, context: list[int], sampling: SamplingParams) -> Sample:
@@ -213,7 +210,7 @@ class ServerEngine:
             request["model"] = weights.adapter.name
         server.in_flight += 1
         try:
-            answer = await self.call(server, "/inference/v1/generate", request, SAMPLED_WITHIN)
+            answer = await self.call(server, "/inference/v1/generate", request)
         finally:
             server.in_flight -= 1
         try:
@@ -240,7 +237,7 @@ class ServerEngine:
         self.homes[asyncio.current_task()] = best
         return best
 
-    def lose(self, server: Server, error: LostError) -> None:
+    def lose(self, server: Server, error) -> None:
         """A server is lost: it may be another one when it is back."""
         server.note(None)
         if not server.is_lost:
@@ -260,10 +257,10 @@ class ServerEngine:
         end = time.monotonic() + within
         while True:
             missing = [server for server in self.servers if server.weights != self.weights]
-            hopeful = [server for server in missing if not server.is_lost] or missing
-            reasons = await asyncio.gather(*map(self.bring, hopeful))  # serve() brings the others
+            hopeful = [server for server in missing if not server.is_lost]
+            reasons = await asyncio.gather(*map(self.bring, hopeful or missing))
             if self.ready_servers():
-                return
+                return  # serve() brings those that were lost before
             if time.monotonic() > end:
                 raise EngineError(f"{reasons[0]}; it was waited for {within:.0f} s")
             await asyncio.sleep(PAUSE)
@@ -271,10 +268,14 @@ class ServerEngine:
     async def bring(self, server: Server) -> str:
         """Have a server take the weights; why it does not, or nothing. Raises EngineError."""
         try:
-            await self.take(server)
-        except LostError as error:
-            self.lose(server, error)
-            return str(error)
+            async with asyncio.timeout(HEALTHY_WITHIN):
+                await self.call(server, "/health")
+            async with asyncio.timeout(BACK_WITHIN):
+                await self.take(server)
+        except (LostError, TimeoutError) as error:
+            reason = str(error) or f"{server.url} hangs, or took no weights in {BACK_WITHIN:.0f} s"
+            self.lose(server, reason)
+            return reason
         if server.is_lost:
             warn(f"{server.url} is back, and has the policy's weights")
         server.is_lost = False
@@ -301,8 +302,10 @@ class ServerEngine:
             self.weights = Weights(path.name, str(path))
         if failed := processes.broadcast(asyncio.run(self.hand_over()) if is_first else ""):
             raise EngineError(failed)
-        for server in self.servers if not is_first else ():
-            server.note(self.weights)
+        has = processes.broadcast([server.weights == self.weights for server in self.servers])
+        for server, is_ready in zip(self.servers, has) if not is_first else ():
+            server.note(self.weights if is_ready else None)
+            server.is_lost = not is_ready
 
     async def hand_over(self) -> str:
         """Have the servers take the weights; why none of them does."""

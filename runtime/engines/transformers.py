@@ -156,10 +156,8 @@ class TransformersEngine(Engine):
             self.cache = cache
             self.seen = torch.zeros(len(contexts), 0, dtype=torch.bool, device=device)
             return
-        common = []
-        for row, context in zip(found, contexts):
-            read = [] if row is None else self.rows[row][1]
-            common.append(len(os.path.commonprefix([context[:-1], read])))
+        read = [[] if row is None else self.rows[row][1] for row in found]
+        common = [len(os.path.commonprefix([c[:-1], old])) for c, old in zip(contexts, read)]
         rows = torch.tensor([row or 0 for row in found], device=device)
         self.cache.reorder_cache(rows)
         self.seen = self.seen[rows]

@@ -134,8 +134,7 @@ class VllmEngine(Engine):
             asked = ours.asked(self.stop_ids) | {"output_kind": RequestOutputKind.FINAL_ONLY}
             never = dict.fromkeys(self.never, -100.0)  # the most that vLLM takes
             asked |= {"logit_bias": never or None, "detokenize": False}
-            asked |= {"skip_clone": True}  # a deep copy for each is a twentieth of a rollout
-            asked |= {"flat_logprobs": True}  # not an object for each token
+            asked |= {"skip_clone": True, "flat_logprobs": True}  # no copies, no object a token
             self.params[known] = SamplingParams(**asked)
         return self.params[known]
 

@@ -55,6 +55,8 @@ def open_run(run, hashes: dict[str, str]) -> None:
     args, run_args, script = run.args, run.args.run_args, run.script
     auto = run_args.resume == "auto"
     override = {name.replace("-", "_").strip("_") for name in run_args.override}
+    if unknown := override - flags_of(args).keys():
+        sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
     if auto:
         run_args.resume = str(find_run(args, script, override) or "")
         found = run_args.resume and f"goes on with {run_args.resume}"
@@ -140,8 +142,6 @@ def find_run(args, script: str, override: set[str]) -> Path | None:
 def refuse_other_flags(path, script, saved: dict, starts: list, start: dict, args, override):
     """Exit with all flags, files and tasks that differ from the run's and are not in override."""
     ours = flags_of(args)
-    if unknown := override - ours.keys():
-        sys.exit(f"--override {' '.join(sorted(unknown))}: no such flag")
     if starts[0]["script"] != script:
         sys.exit(f"--resume {path}: this run was made by {shown(starts[0]['script'])}.py")
     if lost := sorted(saved.keys() - ours.keys()):
