@@ -8,7 +8,7 @@ const KINDS = { train: "training", eval: "evaluation" };
 const SHOWN_TEXT = 4000; // characters of a text before a button shows the rest
 const SHOWN_GROUPS = 80;
 const NAMES = { // of a step's numbers: how they are called, and what they are
-  implicit_reward: ["step reward", "r_phi = beta (log pi_phi - log pi_old), less what log pi_old explains: the PRM's reward"],
+  implicit_reward: ["step reward", "r_phi = beta (log pi_phi - log pi_old), less what log pi_old explains: the PRM's reward; in the ablations that of --step-reward"],
   ground_truth_reward: ["step reward", "the world's own reward, as the algorithm saw it"],
   step_advantage: ["A^S", "step advantage: the step reward, standardised in its group"],
   episode_advantage: ["A^E", "episode advantage: the outcome against the group's others"],
