@@ -486,10 +486,10 @@ class Runs(NamedTuple):
         """Where a run with another seed ends. A success rate varies at least as sampling alone
         makes it vary: a task's mean m of two samples has the variance m(1 - m) without a bias (of
         one sample the variance is not known, nor is the range)."""
-        if "--eval-samples 1" in self.command:
-            return ""
         if "sotopia" in self.command:
             return new_run(self.scores(), most=10.0)
+        if self.rows[0]["flags"].get("eval_samples") == 1:
+            return ""
         ends = self.panel("after")
         noise = statistics.mean(sum(m * (1 - m) for m in run) / len(run) ** 2 for run in ends)
         return new_run(self.scores(), math.sqrt(noise))

@@ -407,7 +407,7 @@ def test_table_makes_every_page_and_file_again_without_a_change(monkeypatch):
     assert changed == []
     assert {*(ROOT / "docs" / "results").glob("*.md")} <= {*made}
     stored = {path.name for path in made if path.parent == evidence.ROWS.parent}
-    assert {"plan.md", "evidence-webshop.md", "true-credit.md"} <= stored
+    assert {"plan.md", "credit.md", "evidence-webshop.md", "true-credit.md"} <= stored
     rows = {*evidence.ROWS.parent.glob("credit*.jsonl"), *evidence.ROWS.parent.glob("alf*.jsonl")}
     assert {f"{path.stem}.md" for path in rows} <= stored
 

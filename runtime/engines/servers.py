@@ -237,7 +237,7 @@ class ServerEngine:
         self.homes[asyncio.current_task()] = best
         return best
 
-    def lose(self, server: Server, error) -> None:
+    def lose(self, server: Server, error: LostError | str) -> None:
         """A server is lost: it may be another one when it is back."""
         server.note(None)
         if not server.is_lost:

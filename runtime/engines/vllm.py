@@ -134,7 +134,7 @@ class VllmEngine(Engine):
             asked = ours.asked(self.stop_ids) | {"output_kind": RequestOutputKind.FINAL_ONLY}
             never = dict.fromkeys(self.never, -100.0)  # the most that vLLM takes
             asked |= {"logit_bias": never or None, "detokenize": False}
-            asked |= {"skip_clone": True, "flat_logprobs": True}  # no copies, no object a token
+            asked |= {"skip_clone": True, "flat_logprobs": True}  # no copy, no object per token
             self.params[known] = SamplingParams(**asked)
         return self.params[known]
 
