@@ -163,6 +163,16 @@ def rates_sokoban() -> Study:
     return on_validation(commands)
 
 
+def rates_visual() -> Study:
+    """The same on VisualSokoban, where the scripts have 5e-4."""
+    tried = over("learning-rate", "2.5e-4", "5e-4", "1e-3")
+    algorithms = every(PAGES_VISUAL.replace("istar_paper ", ""), "visual_sokoban", PICTURES_15)
+    commands = [algorithm + rate for algorithm in algorithms for rate in tried]
+    commands += every("istar", "visual_sokoban", f"{PICTURES_15}{ALPHA_1}{tried[1]}")
+    commands += every("istar", "visual_sokoban", f"{PICTURES_15} --learning-rate 1.25e-4")
+    return on_validation(commands)
+
+
 def rates_smollm2() -> Study:
     """Three rates of each algorithm on Sokoban with SmolLM2, six iterations."""
     flags, commands = f"{ON_CORE} --iterations 6 --eval-every 3", []
@@ -224,6 +234,7 @@ STUDIES = {
     "tuning-sotopia": tuning("sotopia", 1e-3, ON_SOTOPIA),
     "rates-published": rates_published(),
     "rates-sokoban": rates_sokoban(),
+    "rates-visual-sokoban": rates_visual(),
     "rates-smollm2": rates_smollm2(),
     "page-sokoban": Study(
         every(PAGES_SOKOBAN, "sokoban", MIDDLE_20) + every("istar", "sokoban", MIDDLE_20 + NO_PRM)
