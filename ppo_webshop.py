@@ -319,8 +319,9 @@ def main():
         run.lap("critic")
 
         # ------------ 4. Advantages: standardised over the batch ------------
-        spread = advantages.std() if len(advantages) > 1 else 0.0
-        advantages = (advantages - advantages.mean()) / (spread + 1e-6)  # [U]
+        exact = advantages.double()  # so that equal advantages give exactly 0
+        spread = exact.std() if len(exact) > 1 else 0.0
+        advantages = ((exact - exact.mean()) / (spread + 1e-6)).float()  # [U]
         credited = batch  # the units that have an advantage
         step_values, step_adv = values, advantages  # [S] for the log
         if args.gae == "token":

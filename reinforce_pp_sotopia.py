@@ -158,12 +158,12 @@ def lora(rank: int) -> LoraConfig | None:
 
 
 def reinforce_pp_advantages(outcomes, group, step_traj) -> torch.Tensor:
-    """r - group mean, standardised over all steps of the batch, [N] from [N] and [N]; step_traj [S]
-    (REINFORCE++ with baseline, Hu et al., arXiv 2501.03262). All equal within every group: 0."""
-    same = (group[:, None] == group[None, :]).to(outcomes.dtype)  # [N, N]
-    centred = outcomes - same @ outcomes / same.sum(1)
+    """r - group mean, standardised over steps; [N] from [N], [N], [S] (Hu et al., 2501.03262)."""
+    same = (group[:, None] == group[None, :]).double()  # [N, N]
+    exact = outcomes.double()  # so that equal outcomes give exactly 0
+    centred = (exact - same @ exact / same.sum(1)).to(outcomes.dtype)
     if len(step_traj) < 2 or centred[step_traj].std() <= 1e-6:
-        return torch.zeros_like(centred)
+        return torch.zeros_like(centred)  # all are equal within every group
     scaled = centred / centred[step_traj].std()
     return scaled - scaled[step_traj].mean()
 

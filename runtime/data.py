@@ -179,8 +179,7 @@ def micro_batches(batch: Batch, args, only=None, label: str = "micro-batches"):
     if only is not None:
         wanted = only[batch.token_step]  # [K]
         sequences = [s for s in sequences if wanted[s.tokens].any()]
-    packs = pack(sequences, args.run_args.micro_batch_tokens)
-    count = processes.count()
+    packs, count = pack(sequences, args.run_args.micro_batch_tokens), processes.count()
     mine, most = packs[processes.rank() :: count], -(-len(packs) // count)
     for sequences in tqdm(mine, label, leave=False, disable=None):
         yield padded(sequences, batch)
@@ -216,5 +215,4 @@ def nothing(batch: Batch) -> MicroBatch:
     """A micro-batch without steps: a forward and a backward pass that change nothing."""
     first = batch.sequences[0]
     ids = first.ids if first.pictures else first.ids[:2]  # a tower's weights are gathered too
-    no_action = torch.zeros_like(ids, dtype=torch.bool)
-    return padded([Sequence(ids, no_action, ids[:0], first.pictures)], batch)
+    return padded([Sequence(ids, ids < 0, ids[:0], first.pictures)], batch)  # no action: no id is

@@ -142,7 +142,8 @@ TABLE = {
     Range(int, 1, 16_384): "hidden heads kv_heads",
     Range(int, 259, 1_000_000): "vocabulary",
     Range(float, 0.0, 1.0): """learning_rate prm_learning_rate critic_learning_rate gamma gae_lambda
-        step_gamma distance_discount target noise observation_share prm_average""",
+        step_gamma distance_discount target noise observation_share""",
+    Range(float, 0.0, 0.9999): "prm_average",  # 1: the average never moves
     Range(float, 0.05, 0.95): "engine_gpu_share",
     Range(float, SMALL, LARGE): "temperature clip value_clip engine_cap timeout rotary_base",
     Range(float, SMALL, LARGE, or_zero=True): "eval_temperature",
@@ -219,7 +220,8 @@ def kinds_of(args_class) -> dict[str, Flag]:
         for name, flag in kinds_of(part).items():
             if name in owners:
                 both = f"{owners[name]} and {part.__name__} both have it"
-                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {part.__name__}.{name}")
+                own = owners[name] if part is RunArgs else part.__name__  # the user's
+                sys.exit(f"--{name.replace('_', '-')}: {both}; rename {own}.{name}")
             flags[name], owners[name] = flag, part.__name__
     return flags
 

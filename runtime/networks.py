@@ -50,6 +50,9 @@ def add_adapter(model, name: str, lora):
     starts as the identity and alone requires gradients. A frozen vision tower gets none."""
     from peft import get_peft_model
 
+    more = "use_dora lora_bias lora_dropout modules_to_save trainable_token_indices".split()
+    for name in (name for name in more if getattr(lora, name, None)):
+        sys.exit(f"LoraConfig({name}=...): an adapter is W + scale * B A here, and no more")
     if has_frozen_tower(plain(model)) and not lora.exclude_modules:
         lora.exclude_modules = r".*\bvisual\..*"
     plain(model).requires_grad_(False).computes_with = None  # peft leaves older adapters as is
@@ -295,8 +298,7 @@ def assert_finite(weights) -> None:
     """Raise FloatingPointError, in all processes, where a (name, tensor) is not finite."""
     bad = []
     for name, tensor in weights:
-        parts = tensor.flatten().split(2**22)  # the answer takes memory too
-        bad += [name] * (not all(part.isfinite().all() for part in parts))
+        bad += [name] * (not all(x.isfinite().all() for x in tensor.flatten().split(2**22)))
     if bad := processes.gather(bad):
         raise FloatingPointError(f"the weights are not finite ({bad[0]})")
 

@@ -22,14 +22,13 @@ class Stage:
 
     def __init__(self, engine, chat, args):
         self.engine, self.chat, self.args = engine, chat, args
-        self.faults = 0  # episodes whose world raised
-        self.failed = Counter()  # {task: how often its world raised}
+        self.faults, self.failed = 0, Counter()  # episodes whose world raised; those of each task
 
 
 def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Trajectory]:
     """An episode for each entry of tasks, by `play` of the script; all processes get all, in their
     order. Those whose world raised are left out and counted (run.faults). Exits with one line where
-    more than a fifth are, a task's raised three times, or none is left. played: by play_ahead."""
+    a fifth are, one task's three times, a prompt is too long, or none is left. played: ahead."""
     drawn, count = random.getstate(), processes.count()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:
@@ -43,8 +42,8 @@ def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Tra
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
     for task, reason in faults:
         run.failed[task] += 1
-        if run.failed[task] == 3:
-            sys.exit(f"stopped: task {task} failed three times ({reason})")
+        if run.failed[task] == 3 or reason.startswith("--max-context-tokens"):
+            sys.exit(f"stopped: task {task} failed ({run.failed[task]} x {reason})")
     if trajectories := processes.gather(ours):
         return trajectories
     summary_of(env)  # which may say why
@@ -69,7 +68,6 @@ async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], l
     every, count, rank = [*dict.fromkeys(units.values())], processes.count(), processes.rank()
     ours = {*every[len(every) * rank // count : len(every) * (rank + 1) // count]}
     mine, faults = [task for task in tasks if units[task] in ours], []
-    bar = tqdm(total=len(mine), desc="episodes", leave=False, disable=None, unit="episode")
     begun, firsts = {}, {}  # firsts: {task: its first episode}
 
     async def one(task: int) -> Trajectory | None:
@@ -88,13 +86,11 @@ async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], l
         door.require(is_same, "prompt", seen, equal)
         door.require(t.anchor == first.anchor, "anchor", t.anchor, equal)
         if not t.steps:
-            most = run.args.max_context_tokens
-            sys.exit(f"--max-context-tokens {most}: too few for task {task}'s prompt and an answer")
+            short = f"--max-context-tokens {run.args.max_context_tokens}: no room for an answer"
+            return faults.append((task, short))
         bar.update()
         return t
 
-    try:
+    with tqdm(total=len(mine), desc="episodes", leave=False, disable=None, unit="episode") as bar:
         played = await served(run.engine, [one(task) for task in mine])
-        return [t for t in played if t is not None], faults
-    finally:
-        bar.close()
+    return [t for t in played if t is not None], faults

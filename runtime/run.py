@@ -202,7 +202,7 @@ class Run:
         self.log(kind, {"cut": sum(cut) / len(cut)})
         if kind == "eval":
             self.panel = trajectories
-        else:
+        elif kind == "train":
             self.row["tokens/rollout"] = sum(step >= 0 for t in trajectories for step in t.step_ids)
             self.row["tokens/trained"] = sum(len(t.token_ids) for t in trajectories)
 
@@ -210,8 +210,9 @@ class Run:
         """Write the iteration's row, its episodes, whose steps get their entry of every column [S],
         the terminal's line, curve.png at an evaluation, and a checkpoint where one is due."""
         steps = sum(len(t.steps) for t in trajectories)
-        for name in (name for name, values in columns.items() if values.shape != (steps,)):
-            sys.exit(f"run.save({name}=...): {[*columns[name].shape]} numbers for {steps} steps")
+        for name, values in columns.items():
+            if getattr(values, "shape", None) != (steps,) or name in report.STEP:
+                sys.exit(f"run.save({name}=...): needs a tensor [{steps}] and a name of its own")
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)

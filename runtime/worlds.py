@@ -245,8 +245,7 @@ def require(is_right: bool, env, what: str, found, expected: str) -> None:
             told = f"{told} {SHORT.repr(found)}"
         if inspect.iscoroutine(found):
             found.close()  # else Python warns of it as well
-        told = " ".join(told.split())[:300]  # an array's has many lines
-        raise Refused(plain(f"{told}, expected {expected}"))
+        raise Refused(plain(f"{' '.join(told.split())[:300]}, expected {expected}"))
 
 
 def number_of(found) -> float | None:

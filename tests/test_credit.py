@@ -293,6 +293,16 @@ def test_of_returns_that_do_not_vary_nothing_is_explained(tmp_path):
     assert rows(tmp_path)[1]["critic/explained_variance"] is None
 
 
+def test_ppo_learns_nothing_from_equal_advantages(tmp_path):
+    """Every answer is invalid and costs as much; a mean in float32 would be off by rounding, and
+    AdamW makes full steps of it."""
+    flags = "--engine hf --iterations 1 --tasks-per-iteration 8 --group-size 4 --eval-tasks 1"
+    flags += " --eval-samples 1 --eval-every 9 --max-steps 1 --max-action-tokens 1 --run-name it"
+    run_main("ppo_webshop", *flags.split(), cwd=tmp_path)
+    row = rows(tmp_path)[1]
+    assert row["train/valid_actions"] == row["policy/moved"] == 0 and row["critic/moved"] > 0
+
+
 # ------------ where choices are made ------------
 
 

@@ -60,6 +60,10 @@ def captured(each):
     return each
 
 
+LOST = dict(use_dora=True, lora_bias=True, lora_dropout=0.1, modules_to_save=["lm_head"])
+LOST |= dict(trainable_token_indices=[3])
+
+
 def lora(rank=4):
     return LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
 
@@ -283,6 +287,14 @@ def test_prm_learns_a_planted_difference(istar, rank):
     after = dict(prm.model.named_parameters())
     moved_names = {name for name in before if not torch.equal(after[name], before[name])}
     assert moved_names == {name for name in before if "lora_" in name or not rank}
+
+
+@pytest.mark.parametrize("more", LOST)
+def test_what_an_adapter_would_lose_on_the_way_to_the_engine_is_refused(more):
+    """Weights for engines and files are W + scale * B A; dropout would act while it samples."""
+    wanted = LoraConfig(r=4, target_modules="all-linear", **{more: LOST[more]})
+    with pytest.raises(SystemExit, match=rf"^LoraConfig\({more}=\.\.\.\): "):
+        network(random_model(0)).with_adapter("prm", wanted)
 
 
 @pytest.mark.parametrize("rank", (0, 4))

@@ -290,6 +290,16 @@ def test_equal_outcomes_give_an_advantage_of_exactly_0(module, size):
     assert (module.rloo_advantages(outcomes, group) == 0).all()
 
 
+@over_scripts("reinforce_pp_advantages")
+@pytest.mark.parametrize("size", range(1, 18))
+def test_equal_outcomes_far_from_1_are_not_standardised(module, size):
+    """Rounding of a mean in float32 is more than 1e-6 here, and would get unit variance."""
+    values = torch.tensor([77.7, -99.9, 123.4, 1e6 / 3])
+    outcomes, group = values.repeat_interleave(size), torch.arange(4).repeat_interleave(size)
+    steps = torch.arange(len(outcomes)).repeat_interleave(2)
+    assert (module.reinforce_pp_advantages(outcomes, group, steps) == 0).all()
+
+
 ESTIMATORS = ("rloo_advantages", "grpo_advantages", "reinforce_pp_advantages")
 EACH_ESTIMATOR = [(script, name) for name in ESTIMATORS for script in versions(name)]
 

@@ -33,10 +33,10 @@ class SamplingParams:
     top_k: int = 0  # Sample from so many most probable tokens; 0: from all.
 
     def __post_init__(self):
-        if self.temperature < 0 or self.max_tokens < 1 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise ValueError(f"no engine samples so: {self}")
-        if self.logprobs:
-            raise ValueError(f"logprobs {self.logprobs}: an engine tells the sampled token's alone")
+        right = self.temperature >= 0, self.max_tokens >= 1, 0 < self.top_p <= 1, self.top_k >= 0
+        if not all(right) or self.logprobs:
+            needs = "temperature and top_k from 0, max_tokens from 1, 0 < top_p <= 1, logprobs 0"
+            raise ValueError(f"no engine samples so: {self}; it needs {needs}")
 
     def asked(self, stop_ids: list[int]) -> dict:
         """What vLLM is asked, with these stop tokens where none are given."""

@@ -52,10 +52,10 @@ class PictureProcessor:
         rows, columns = image.height // self.patch, image.width // self.patch
         side, size = self.patch * self.merge, f"a picture has {image.width} x {image.height} pixels"
         if image.width % side or image.height % side:
-            sys.exit(f"{size}: --model {self.model} takes multiples of {side}, see --cell-pixels")
+            sys.exit(f"{size}: --model {self.model} takes multiples of {side} (--cell-pixels)")
         seen = self.processor(images=[image], return_tensors="pt")
         if seen["image_grid_thw"].tolist() != [[1, rows, columns]]:
-            sys.exit(f"{size}: --model {self.model} would resize it, see --cell-pixels")
+            sys.exit(f"{size}: --model {self.model} would resize it (--cell-pixels)")
         return seen["pixel_values"], (rows // self.merge, columns // self.merge)
 
     def tokens(self, png: bytes) -> list[int]:

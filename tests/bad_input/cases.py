@@ -1076,7 +1076,7 @@ VISUAL += [
     for words, says in {
         "--cell-pixels 0": "--cell-pixels 0: has to be a whole number",
         "--cell-pixels nan": "--cell-pixels nan: has to be a whole number",
-        "--cell-pixels 17": "multiples of 16, see --cell-pixels",
+        "--cell-pixels 17": "multiples of 16 (--cell-pixels)",
         "--saved-pictures -1": "--saved-pictures -1: has to be a whole number",
         "--freeze-vision=2": "--freeze-vision 2: True or False",
         "--policy-lora-rank 65": "--model models/tiny-visual-sokoban is 64 wide",

@@ -82,6 +82,17 @@ def test_a_flag_of_the_world_with_a_name_that_is_taken(name, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_flag_of_the_script_with_a_name_that_every_script_has(tmp_path):
+    """The one to rename is the script's own."""
+    write(tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(
+        text.replace("    seed: int", "    track: float = 0.5\n    seed: int")
+    )
+    said = said_in_one_line(run_there(tmp_path))
+    assert said == "--track: Args and RunArgs both have it; rename Args.track"
+
+
 TYPES = {
     "from pathlib import Path\nplace: Path = Path('x')": "--place: {}, not Path",
     "cells: int | None = None": "--cells: {}, not int | None",
@@ -1041,7 +1052,7 @@ def test_the_same_task_fails_three_times(tmp_path):
     """In one rollout, or in three of one run; other tasks' failures do not add up to it."""
     world = world_with(tmp_path, step=failing("True"))
     tasks = [7] * 3 + [*range(20, 60)]
-    told = "stopped: task 7 failed three times (the world raised OSError: it broke)"
+    told = "stopped: task 7 failed (3 x the world raised OSError: it broke)"
     assert line_of(played, world, tasks, stage()) == told
     on = stage()
     for _ in range(2):
@@ -1056,10 +1067,40 @@ def test_the_same_task_fails_in_every_evaluation_of_a_run(tmp_path):
     words = "--eval-every 1 --eval-tasks 6 --iterations 9".split()
     done = run_in(tmp_path, *words, step=failing("True").replace("7", "3"))
     said = said_in_one_line(done)
-    told = "stopped: task 3 failed three times (the world raised OSError: it broke): "
+    told = "stopped: task 3 failed (3 x the world raised OSError: it broke): "
     assert said.startswith(told)
     assert "iteration 1 is kept in runs/a; go on with --resume runs/a" in said
     assert [row["iteration"] for row in rows_of(tmp_path / "runs/a/metrics.jsonl")] == [0, 1]
+
+
+def test_a_prompt_that_leaves_no_room_ends_the_run_and_says_what_is_kept(tmp_path):
+    """One such task does; the panel's fit, so that an iteration is there."""
+    world = world_with(tmp_path, begin="if task == 7: self.prompt = 'go ' * 9999")
+    chat = SimpleNamespace(prompt=list, observation=Chat().observation, response=Chat().response)
+    told = r"stopped: task 7 failed \(1 x --max-context-tokens \d+: no room for an answer\)"
+    on = Stage(Engine(), chat, settings(max_steps=4))
+    assert re.fullmatch(told, line_of(played, world, [7, *range(20, 40)], on))
+    begin = "if task >= 100 and world.begun > 12: self.prompt = 'go ' * 9999"
+    said = said_in_one_line(run_in(tmp_path, "--iterations", "9", begin=begin))
+    told = (
+        r"stopped: 4 of 4 episodes failed \(4 x --max-context-tokens \d+: no room for an answer\)"
+    )
+    assert re.fullmatch(told + ": iteration 2 is kept in runs/a; go on with --resume runs/a", said)
+
+
+def test_a_second_evaluation_set_leaves_the_numbers_of_training_alone(tmp_path):
+    write(tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    assert run_there(tmp_path).returncode == 0
+    saves = "        run.save(episodes, "
+    plays = "run.rollout(play, run.env, list(env.validation_tasks)[:3], evaluation)"
+    more = f"        run.log_episodes('validation', {plays})\n"
+    (tmp_path / "mine.py").write_text(text.replace(saves, more + saves))
+    assert run_there(tmp_path, "--run-name", "b").returncode == 0
+    rows = [rows_of(tmp_path / f"runs/{name}/metrics.jsonl")[1] for name in "ab"]
+    of_training = [k for k in rows[0] if k.startswith(("tokens/", "train/"))]
+    assert len(of_training) > 5 and all(rows[0][k] == rows[1][k] for k in of_training)
+    assert rows[1]["validation/success"] == 1.0 and "validation/success" not in rows[0]
 
 
 def test_failures_that_the_world_counts_itself_end_nothing(tmp_path):
@@ -1100,10 +1141,18 @@ def test_a_column_of_another_length_is_refused(tmp_path):
     text = (tmp_path / "mine.py").read_text()
     saves = "run.save(episodes, "
     assert saves in text
-    for values in ("batch.engine_logprobs", "batch.outcomes", "advantages[:, None]"):
-        (tmp_path / "mine.py").write_text(text.replace(saves, f"{saves}mine={values}, "))
-        said = said_in_one_line(run_there(tmp_path, "--run-name", values))
-        assert re.fullmatch(r"run\.save\(mine=\.\.\.\): \[\d+(, 1)?\] numbers for \d+ steps", said)
+    wrong = [
+        "batch.engine_logprobs",
+        "batch.outcomes",
+        "advantages[:, None]",
+        "advantages.tolist()",
+    ]
+    wrong = [("mine", values) for values in wrong] + [("reward", "advantages")]  # the row has one
+    for number, (name, values) in enumerate(wrong):
+        (tmp_path / "mine.py").write_text(text.replace(saves, f"{saves}{name}={values}, "))
+        said = said_in_one_line(run_there(tmp_path, "--run-name", number))
+        needs = r"needs a tensor \[\d+\] and a name of its own"
+        assert re.fullmatch(rf"run\.save\({name}=\.\.\.\): {needs}", said)
 
 
 LOGGED = {  # what a script logs: what the row has, or the type that the line names
