@@ -50,9 +50,9 @@ def add_adapter(model, name: str, lora):
     starts as the identity and alone requires gradients. A frozen vision tower gets none."""
     from peft import get_peft_model
 
-    more = "use_dora lora_bias lora_dropout modules_to_save trainable_token_indices".split()
-    for name in (name for name in more if getattr(lora, name, None)):
-        sys.exit(f"LoraConfig({name}=...): an adapter is W + scale * B A here, and no more")
+    more = "use_dora lora_bias bias lora_dropout modules_to_save trainable_token_indices".split()
+    for name in (x for x in more if getattr(lora, x, None) not in (None, False, 0.0, "none")):
+        sys.exit(f"LoraConfig({name}=...): only W + scale * B A is supported, without dropout")
     if has_frozen_tower(plain(model)) and not lora.exclude_modules:
         lora.exclude_modules = r".*\bvisual\..*"
     plain(model).requires_grad_(False).computes_with = None  # peft leaves older adapters as is

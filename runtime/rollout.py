@@ -28,7 +28,7 @@ class Stage:
 def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Trajectory]:
     """An episode for each entry of tasks, by `play` of the script; all processes get all, in their
     order. Those whose world raised are left out and counted (run.faults). Exits with one line where
-    a fifth are, one task's three times, a prompt is too long, or none is left. played: ahead."""
+    more than a fifth are, a task's raised three times, or none is left. played: by play_ahead."""
     drawn, count = random.getstate(), processes.count()  # a world may draw from it
     with torch.random.fork_rng(enabled=count > 1):  # several draw the same numbers afterwards
         if count > 1:
@@ -37,13 +37,15 @@ def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Tra
     random.setstate(drawn)
     faults = processes.gather(faults)
     run.faults += len(faults)
+    for task, reason in (fault for fault in faults if fault[1].startswith("--max-context-tokens")):
+        sys.exit(f"stopped: {reason} to task {task}")
     if len(faults) > 0.2 * len(tasks):
         reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
     for task, reason in faults:
         run.failed[task] += 1
-        if run.failed[task] == 3 or reason.startswith("--max-context-tokens"):
-            sys.exit(f"stopped: task {task} failed ({run.failed[task]} x {reason})")
+        if run.failed[task] == 3:
+            sys.exit(f"stopped: task {task} failed three times ({reason})")
     if trajectories := processes.gather(ours):
         return trajectories
     summary_of(env)  # which may say why
@@ -86,8 +88,8 @@ async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], l
         door.require(is_same, "prompt", seen, equal)
         door.require(t.anchor == first.anchor, "anchor", t.anchor, equal)
         if not t.steps:
-            short = f"--max-context-tokens {run.args.max_context_tokens}: no room for an answer"
-            return faults.append((task, short))
+            most = f"--max-context-tokens {run.args.max_context_tokens}"
+            return faults.append((task, f"{most}: too few for an answer"))
         bar.update()
         return t
 

@@ -194,7 +194,7 @@ class Run:
             self.row[f"{kind}/{name}"] = int(value) if isinstance(value, bool) else value
 
     def log_episodes(self, kind: str, trajectories: list) -> None:
-        """Log what episodes were like, in training ("train") or on the panel ("eval")."""
+        """Log what episodes were like, of training ("train"), the panel ("eval") or others."""
         env = self.eval_env if kind == "eval" else self.env
         self.row |= report.describe(trajectories, kind, env, self.faults)
         self.faults = 0
@@ -210,9 +210,10 @@ class Run:
         """Write the iteration's row, its episodes, whose steps get their entry of every column [S],
         the terminal's line, curve.png at an evaluation, and a checkpoint where one is due."""
         steps = sum(len(t.steps) for t in trajectories)
-        for name, values in columns.items():
-            if getattr(values, "shape", None) != (steps,) or name in report.STEP:
-                sys.exit(f"run.save({name}=...): needs a tensor [{steps}] and a name of its own")
+        for name in report.STEP & columns.keys():
+            sys.exit(f"run.save({name}=...): needs another name: steps have a {name}")
+        for name in (n for n, values in columns.items() if getattr(values, "shape", 0) != (steps,)):
+            sys.exit(f"run.save({name}=...): needs a tensor [{steps}]")
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)

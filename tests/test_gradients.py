@@ -61,7 +61,7 @@ def captured(each):
 
 
 LOST = dict(use_dora=True, lora_bias=True, lora_dropout=0.1, modules_to_save=["lm_head"])
-LOST |= dict(trainable_token_indices=[3])
+LOST |= dict(trainable_token_indices=[3], bias="lora_only")
 
 
 def lora(rank=4):

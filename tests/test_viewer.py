@@ -17,7 +17,7 @@ import runtime.view.viewer
 import view
 from runtime.saving.files import EPISODE_VERSION, append, to_json, write_json
 from runtime.view.report import episode_lines
-from runtime.view.viewer import thinned, write_page
+from runtime.view.viewer import read_run, thinned, write_page
 
 import pytest
 import torch
@@ -656,6 +656,20 @@ def test_a_link_leads_to_its_step(tmp_path, browser):
         page.assert_quiet(path)
 
 
+@pytest.mark.parametrize(
+    "script, named, drawn",
+    [
+        ("gigpo_mine", "visual sokoban 6x6, 1 box, 20 steps", "sokoban"),
+        ("mine_sotopia", "corridor of 5 cells", ""),
+        ("istar_webshop", "", "webshop"),  # of a run whose world was not recorded
+    ],
+)
+def test_a_world_is_drawn_by_its_own_name(tmp_path, script, named, drawn):
+    run = make_run(tmp_path / "a", [make_episode()], script=script)
+    write_json(run / "run.json", {"starts": [{"script": script, "command": "", "world": named}]})
+    assert read_run(run, 9)["world"] == drawn
+
+
 @browser_test
 @pytest.mark.parametrize("script", ("istar_sokoban", "istar_webshop", "istar_sotopia", "istar_own"))
 def test_hostile_text_is_text(tmp_path, browser, script):
@@ -672,7 +686,8 @@ def test_hostile_text_is_text(tmp_path, browser, script):
         steps.append(make_step(0, text, text))
     flags = {"run_name": HOSTILE["script"], "model": HOSTILE["handler"]}
     run = make_run(tmp_path / "a", [make_episode(steps=steps)], script=script, flags=flags)
-    start = {"script": script, "command": HOSTILE["script"], "world": HOSTILE["handler"]}
+    told = f"{script.removeprefix('istar_')} {HOSTILE['handler']}"  # it is drawn by its first word
+    start = {"script": script, "command": HOSTILE["script"], "world": told}
     write_json(run / "run.json", {"starts": [start]})
     named = run.rename(tmp_path / "x<img src=x onerror=window.pwned=9>")
     path = write_page([named])

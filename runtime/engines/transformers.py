@@ -119,9 +119,8 @@ class TransformersEngine(Engine):
         places = [None] * longest
         if self.album:
             places = self.place(list(numbers), longest).split(512, 2)
-        parts = zip(ids.split(512, 1), real.split(512, 1), places)  # bounds activations and mask
-        for part_ids, part_real, part_places in parts:
-            logprobs = self.forward(part_ids, part_real, sampling, part_places)
+        for part_ids, part_real, part_places in zip(ids.split(512, 1), real.split(512, 1), places):
+            logprobs = self.forward(part_ids, part_real, sampling, part_places)  # bounds memory
         if len(numbers) < len(contexts):
             rows = torch.tensor([numbers[tuple(context)] for context in contexts], device=device)
             self.cache.reorder_cache(rows)

@@ -132,9 +132,8 @@ class VllmEngine(Engine):
 
         if (known := repr(ours)) not in self.params:
             asked = ours.asked(self.stop_ids) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-            never = dict.fromkeys(self.never, -100.0)  # the most that vLLM takes
-            asked |= {"logit_bias": never or None, "detokenize": False}
-            asked |= {"skip_clone": True, "flat_logprobs": True}  # no copy, no object per token
+            asked |= {"logit_bias": dict.fromkeys(self.never, -100.0) or None}  # vLLM's limit
+            asked |= {"detokenize": False, "skip_clone": True, "flat_logprobs": True}  # no copies
             self.params[known] = SamplingParams(**asked)
         return self.params[known]
 

@@ -21,7 +21,7 @@ CREDIT = {  # what curve.png says of a PRM
     "prm/credit_share": "credit share",
     "prm/advantage_progress_correlation": "correlation with progress",
 }
-STEP = "observation action valid reward progress tokens logprob picture".split()  # of its own
+STEP = {*"observation action valid reward progress tokens logprob picture".split()}  # of its own
 
 
 def announce(run) -> None:

@@ -62,9 +62,8 @@ def read_run(path: Path, most: int) -> dict:
     try:
         flags, starts = {**read_json(path / "args.json")}, read_json(path / "run.json")["starts"]
         told = {"script": starts[0]["script"], "command": starts[0]["command"]}
-        told["described"] = starts[-1].get("world", "")
-        named = f"{told['described']} {told['script']}".lower()
-        world = re.search("sokoban|webshop|sotopia|alfworld|$", named)[0]
+        named = told["described"] = starts[-1].get("world", "")
+        world = re.search("sokoban|webshop|sotopia|alfworld|$", named or told["script"])[0]
         "".join(told.values())  # which are texts
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         sys.exit(f"{path}: its args.json or run.json is not what a run writes")

@@ -1052,7 +1052,7 @@ def test_the_same_task_fails_three_times(tmp_path):
     """In one rollout, or in three of one run; other tasks' failures do not add up to it."""
     world = world_with(tmp_path, step=failing("True"))
     tasks = [7] * 3 + [*range(20, 60)]
-    told = "stopped: task 7 failed (3 x the world raised OSError: it broke)"
+    told = "stopped: task 7 failed three times (the world raised OSError: it broke)"
     assert line_of(played, world, tasks, stage()) == told
     on = stage()
     for _ in range(2):
@@ -1067,7 +1067,7 @@ def test_the_same_task_fails_in_every_evaluation_of_a_run(tmp_path):
     words = "--eval-every 1 --eval-tasks 6 --iterations 9".split()
     done = run_in(tmp_path, *words, step=failing("True").replace("7", "3"))
     said = said_in_one_line(done)
-    told = "stopped: task 3 failed (3 x the world raised OSError: it broke): "
+    told = "stopped: task 3 failed three times (the world raised OSError: it broke): "
     assert said.startswith(told)
     assert "iteration 1 is kept in runs/a; go on with --resume runs/a" in said
     assert [row["iteration"] for row in rows_of(tmp_path / "runs/a/metrics.jsonl")] == [0, 1]
@@ -1077,14 +1077,12 @@ def test_a_prompt_that_leaves_no_room_ends_the_run_and_says_what_is_kept(tmp_pat
     """One such task does; the panel's fit, so that an iteration is there."""
     world = world_with(tmp_path, begin="if task == 7: self.prompt = 'go ' * 9999")
     chat = SimpleNamespace(prompt=list, observation=Chat().observation, response=Chat().response)
-    told = r"stopped: task 7 failed \(1 x --max-context-tokens \d+: no room for an answer\)"
+    told = r"stopped: --max-context-tokens \d+: too few for an answer to task 7"
     on = Stage(Engine(), chat, settings(max_steps=4))
     assert re.fullmatch(told, line_of(played, world, [7, *range(20, 40)], on))
     begin = "if task >= 100 and world.begun > 12: self.prompt = 'go ' * 9999"
     said = said_in_one_line(run_in(tmp_path, "--iterations", "9", begin=begin))
-    told = (
-        r"stopped: 4 of 4 episodes failed \(4 x --max-context-tokens \d+: no room for an answer\)"
-    )
+    told = r"stopped: --max-context-tokens \d+: too few for an answer to task 1\d\d"
     assert re.fullmatch(told + ": iteration 2 is kept in runs/a; go on with --resume runs/a", said)
 
 
@@ -1147,12 +1145,12 @@ def test_a_column_of_another_length_is_refused(tmp_path):
         "advantages[:, None]",
         "advantages.tolist()",
     ]
-    wrong = [("mine", values) for values in wrong] + [("reward", "advantages")]  # the row has one
+    wrong = [("mine", values) for values in wrong] + [("reward", "advantages")]
     for number, (name, values) in enumerate(wrong):
         (tmp_path / "mine.py").write_text(text.replace(saves, f"{saves}{name}={values}, "))
         said = said_in_one_line(run_there(tmp_path, "--run-name", number))
-        needs = r"needs a tensor \[\d+\] and a name of its own"
-        assert re.fullmatch(rf"run\.save\({name}=\.\.\.\): {needs}", said)
+        needs = r"a tensor \[\d+\]" if name == "mine" else "another name: steps have a reward"
+        assert re.fullmatch(rf"run\.save\({name}=\.\.\.\): needs {needs}", said)
 
 
 LOGGED = {  # what a script logs: what the row has, or the type that the line names
