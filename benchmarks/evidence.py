@@ -260,6 +260,7 @@ STUDIES = {
     ),
     "page-visual-sokoban": Study(
         every(PAGES_VISUAL, "visual_sokoban", PICTURES_15)
+        + every("istar", "visual_sokoban", PICTURES_15 + NO_PRM)
         + [published("visual_sokoban", PICTURES_15, "5e-4", "1e-3")],
         (1, 2, 3),
     ),
