@@ -144,7 +144,7 @@ DERIVED = {
             if row["row"].startswith("istar_paper") and row["seed"] < 4 and row["iteration"] == 60
         )
     ],
-    "RLOO reaches 0.926 (an earlier iStar 0.928), at the small one iStar 0.782": [
+    "RLOO reaches 0.926 and an earlier iStar 0.928; at the small one iStar reaches 0.782": [
         cell("credit-rates", "rloo --learning-rate 1e-3", "success at 60")[0],
         cell(
             "credit-rates",
@@ -162,7 +162,7 @@ DERIVED = {
         over_the_first("credit-smollm2-slow")[-1],
     ],
     "it is 0.016 ± 0.067 above (45baa17)": NEW_CLONE,
-    "0.016 ± 0.067 in a second study": NEW_CLONE,
+    "in a second study 0.016 ± 0.067": NEW_CLONE,
     "0.005 ± 0.090": above("credit-smollm2-average", f"{SLOW} --prm-average 0.8", SLOW_RLOO, 12),
     "at 2.2 times RLOO's seconds (with other processes running)": [
         PAGE["ablations --step-reward head --prm-learning-rate 1e-3"] / PAGE["rloo"]
