@@ -215,4 +215,4 @@ def nothing(batch: Batch) -> MicroBatch:
     """A micro-batch without steps: a forward and a backward pass that change nothing."""
     first = batch.sequences[0]
     ids = first.ids if first.pictures else first.ids[:2]  # a tower's weights are gathered too
-    return padded([Sequence(ids, ids < 0, ids[:0], first.pictures)], batch)  # no action: no id is
+    return padded([Sequence(ids, ids < 0, ids[:0], first.pictures)], batch)  # none is an action

@@ -37,8 +37,8 @@ def rollout(run, play, env, tasks: list[int], sampling, played=None) -> list[Tra
     random.setstate(drawn)
     faults = processes.gather(faults)
     run.faults += len(faults)
-    for task, reason in (fault for fault in faults if fault[1].startswith("--max-context-tokens")):
-        sys.exit(f"stopped: {reason} to task {task}")
+    for task, flag in (fault for fault in faults if fault[1] == "--max-context-tokens"):
+        sys.exit(f"stopped: {flag} {run.args.max_context_tokens}: too few to answer task {task}")
     if len(faults) > 0.2 * len(tasks):
         reason, number = Counter(reason for _, reason in faults).most_common(1)[0]
         sys.exit(f"stopped: {len(faults)} of {len(tasks)} episodes failed ({number} x {reason})")
@@ -88,8 +88,7 @@ async def play_all(run, play, env, tasks, sampling) -> tuple[list[Trajectory], l
         door.require(is_same, "prompt", seen, equal)
         door.require(t.anchor == first.anchor, "anchor", t.anchor, equal)
         if not t.steps:
-            most = f"--max-context-tokens {run.args.max_context_tokens}"
-            return faults.append((task, f"{most}: too few for an answer"))
+            return faults.append((task, "--max-context-tokens"))
         bar.update()
         return t
 

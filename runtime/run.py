@@ -213,7 +213,8 @@ class Run:
         for name in report.STEP & columns.keys():
             sys.exit(f"run.save({name}=...): needs another name: steps have a {name}")
         for name in (n for n, values in columns.items() if getattr(values, "shape", 0) != (steps,)):
-            sys.exit(f"run.save({name}=...): needs a tensor [{steps}]")
+            given = getattr(columns[name], "shape", type(columns[name]).__name__)
+            sys.exit(f"run.save({name}=...): needs a tensor [{steps}], not {given}")
         if self.iteration:
             total = self.lapped - self.started  # without evaluation
             before = max((row.get("time/elapsed", 0.0) for row in self.rows), default=0.0)

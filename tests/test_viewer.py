@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 import runtime.view.viewer
 import view
 from runtime.saving.files import EPISODE_VERSION, append, to_json, write_json
-from runtime.view.report import episode_lines
+from runtime.view.report import STEP, episode_lines
 from runtime.view.viewer import read_run, thinned, write_page
 
 import pytest
@@ -234,6 +234,7 @@ def test_a_row_of_episodes_is_what_the_documentation_says():
     told = set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
     assert {*row, *row["steps"][0]} <= told and f"version {EPISODE_VERSION}" in text.lower()
     assert told == {*row, *row["steps"][0], "value", "picture"}
+    assert STEP == {*row["steps"][0], "picture"} - {*names}  # what no column may be called
 
 
 @pytest.mark.parametrize("world", WORLDS)

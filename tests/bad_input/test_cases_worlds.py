@@ -1077,12 +1077,12 @@ def test_a_prompt_that_leaves_no_room_ends_the_run_and_says_what_is_kept(tmp_pat
     """One such task does; the panel's fit, so that an iteration is there."""
     world = world_with(tmp_path, begin="if task == 7: self.prompt = 'go ' * 9999")
     chat = SimpleNamespace(prompt=list, observation=Chat().observation, response=Chat().response)
-    told = r"stopped: --max-context-tokens \d+: too few for an answer to task 7"
+    told = r"stopped: --max-context-tokens \d+: too few to answer task 7"
     on = Stage(Engine(), chat, settings(max_steps=4))
     assert re.fullmatch(told, line_of(played, world, [7, *range(20, 40)], on))
     begin = "if task >= 100 and world.begun > 12: self.prompt = 'go ' * 9999"
     said = said_in_one_line(run_in(tmp_path, "--iterations", "9", begin=begin))
-    told = r"stopped: --max-context-tokens \d+: too few for an answer to task 1\d\d"
+    told = r"stopped: --max-context-tokens \d+: too few to answer task 1\d\d"
     assert re.fullmatch(told + ": iteration 2 is kept in runs/a; go on with --resume runs/a", said)
 
 
@@ -1149,7 +1149,10 @@ def test_a_column_of_another_length_is_refused(tmp_path):
     for number, (name, values) in enumerate(wrong):
         (tmp_path / "mine.py").write_text(text.replace(saves, f"{saves}{name}={values}, "))
         said = said_in_one_line(run_there(tmp_path, "--run-name", number))
-        needs = r"a tensor \[\d+\]" if name == "mine" else "another name: steps have a reward"
+        given = r"(torch\.Size\(\[\d+(, 1)?\]\)|list)"
+        needs = rf"a tensor \[\d+\], not {given}"
+        if name == "reward":
+            needs = "another name: steps have a reward"
         assert re.fullmatch(rf"run\.save\({name}=\.\.\.\): needs {needs}", said)
 
 
